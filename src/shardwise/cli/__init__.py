@@ -1,0 +1,5 @@
+"""The commands."""
+
+from shardwise.cli.main import main
+
+__all__ = ["main"]

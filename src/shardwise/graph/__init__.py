@@ -1,0 +1,39 @@
+"""What a model computes: capture, ops, segments, and cutting."""
+
+from shardwise.graph.capture import Capture, autocast, capture
+from shardwise.graph.draws import WHOLE, Draws, mix
+from shardwise.graph.ops import Graph, Parameter, read_graph
+from shardwise.graph.pieces import Pieces, Ports, Result, cut, results, take
+from shardwise.graph.scalars import scalars
+from shardwise.graph.segments import Chain, Segment, chain
+from shardwise.graph.shapes import Sizes, shapes
+from shardwise.graph.signature import Field, Signature, read
+from shardwise.graph.watch import Refusal
+
+__all__ = [
+    "WHOLE",
+    "Capture",
+    "Chain",
+    "Draws",
+    "Field",
+    "Graph",
+    "Parameter",
+    "Pieces",
+    "Ports",
+    "Refusal",
+    "Result",
+    "Segment",
+    "Signature",
+    "Sizes",
+    "autocast",
+    "capture",
+    "chain",
+    "cut",
+    "mix",
+    "read",
+    "read_graph",
+    "results",
+    "scalars",
+    "shapes",
+    "take",
+]

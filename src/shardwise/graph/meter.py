@@ -1,0 +1,232 @@
+"""What each op of a captured graph costs, by running it once on fake tensors of the example's sizes.
+
+Nothing is looked up in a table of layers: FLOPs are counted on what torch dispatches, forward and backward; saved
+activations are what autograd packs; random draws are the random ops that are dispatched.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+Storage = int  # an identity, good as long as the reading that it is from
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One op, measured.
+
+    flops_forward, flops_backward:  of the example batch
+    saved:       bytes that autograd keeps for the backward pass, by storage; parameters and their casts left out
+    outputs:     the storages of the results, in order
+    bytes_out:   of the results, views counted once
+    writes:      storages that the op writes to
+    draws:       random ops in it
+    needs_grad:  whether a gradient flows back through a result
+    value:       the result, fake
+    """
+
+    flops_forward: int
+    flops_backward: int
+    saved: Mapping[Storage, int]
+    outputs: tuple[Storage, ...]
+    bytes_out: int
+    writes: frozenset[Storage]
+    draws: int
+    needs_grad: bool
+    value: Any
+
+
+def measure(
+    module: fx.GraphModule, inputs: Sequence[Tensor], tensor_of: Callable[[fx.Node], Any]
+) -> dict[fx.Node, Reading]:
+    """A reading for every node of the graph but its output.
+
+    inputs:     of the example batch, one for each placeholder; only sizes and types count
+    tensor_of:  what a `get_attr` node stands for
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    readings: dict[fx.Node, Reading] = {}
+    remaining = iter(inputs)
+    alive: list[Tensor] = []  # what was saved: a storage that is freed would lend its identity to the next
+    weights: set[Storage] = set()  # of parameters, and of what is computed from parameters alone
+    with mode:
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                readings[node] = _given(_fake(mode, next(remaining)))
+            elif node.op == "get_attr":
+                readings[node] = _given(_fake(mode, tensor_of(node)))
+                if isinstance(tensor_of(node), torch.nn.Parameter):
+                    weights.update(readings[node].outputs)
+            elif node.op == "call_function":
+                readings[node] = _run(node, readings, weights, alive)
+                if _only_from_weights(node, readings, weights):
+                    weights.update(readings[node].outputs)
+    return readings
+
+
+def storage(tensor: Tensor) -> Storage:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return fake.requires_grad_(value.requires_grad)
+
+
+def _given(value: Any) -> Reading:
+    tensors = [value] if isinstance(value, Tensor) else []
+    return Reading(
+        flops_forward=0,
+        flops_backward=0,
+        saved={},
+        outputs=tuple(storage(tensor) for tensor in tensors),
+        bytes_out=0,
+        writes=frozenset(),
+        draws=0,
+        needs_grad=any(tensor.requires_grad for tensor in tensors),
+        value=value,
+    )
+
+
+def _run(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storage], alive: list[Tensor]) -> Reading:
+    """Run one op apart from the others: its inputs are leaves, so that its own backward can be counted at once."""
+    writes = _written(node)
+    leaves: list[Tensor] = []
+
+    def leaf(source: fx.Node) -> Any:
+        value = readings[source].value
+        if not isinstance(value, Tensor):
+            return value if not isinstance(value, list | tuple) else pytree.tree_map_only(Tensor, alone, value)
+        return alone(value, keep=source in writes)
+
+    def alone(value: Tensor, keep: bool = False) -> Tensor:
+        apart = value.detach()
+        if value.requires_grad and not keep:
+            apart.requires_grad_()
+            leaves.append(apart)
+        return apart
+
+    arguments = fx.map_arg((node.args, node.kwargs), leaf)
+    saved: dict[Storage, int] = {}
+    with _saving(saved, weights, alive), _Counter() as forward, torch.enable_grad():
+        value = _call(node.target, *arguments)
+    results = [result for result in pytree.tree_leaves(value) if isinstance(result, Tensor)]
+    with _Counter() as backward:
+        _backward(results, leaves)
+    storages = {storage(result): result for result in results}
+    given = {place for source in node.all_input_nodes for place in readings[source].outputs}
+    written = frozenset(place for source in writes for place in readings[source].outputs)
+    needs_grad = any(result.requires_grad for result in results) or (
+        bool(writes) and any(readings[source].needs_grad for source in node.all_input_nodes)
+    )
+    if writes and needs_grad:
+        value = pytree.tree_map_only(Tensor, lambda result: result.detach().requires_grad_(), value)
+    return Reading(
+        flops_forward=forward.flops,
+        flops_backward=backward.flops,
+        saved=saved,
+        outputs=tuple(storage(result) for result in results),
+        bytes_out=sum(_bytes(result) for place, result in storages.items() if place not in given),
+        writes=written,
+        draws=forward.draws,
+        needs_grad=needs_grad,
+        value=value,
+    )
+
+
+def _call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return target(*args, **kwargs)
+
+
+def _backward(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    roots = [result for result in results if result.requires_grad and result.grad_fn is not None]
+    if roots and leaves:
+        gradients = [torch.empty_like(root) for root in roots]
+        torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+
+
+def _written(node: fx.Node) -> set[fx.Node]:
+    """The inputs that the op writes to."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return set()
+    written: set[fx.Node] = set()
+    for argument, given in zip(target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.update(item for item in pytree.tree_leaves(given) if isinstance(item, fx.Node))
+    # The schemas of these do not tell that they update the running statistics.
+    if target is torch.ops.aten.batch_norm.default and node.args[5]:
+        written.update(item for item in node.args[3:5] if isinstance(item, fx.Node))
+    if target is torch.ops.aten.instance_norm.default and node.args[5]:
+        written.update(item for item in node.args[3:5] if isinstance(item, fx.Node))
+    return written
+
+
+def _only_from_weights(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storage]) -> bool:
+    places = [place for source in node.all_input_nodes for place in readings[source].outputs]
+    return bool(places) and all(place in weights for place in places)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def _saving(saved: dict[Storage, int], weights: set[Storage], alive: list[Tensor]) -> Iterator[None]:
+    def pack(tensor: Tensor) -> Tensor:
+        alive.append(tensor.detach())
+        if storage(tensor) not in weights:
+            saved[storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+@final
+@dataclass
+class _Counter(TorchDispatchMode):
+    """Counts what is dispatched below it."""
+
+    flops: int = 0
+    draws: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        count = _FLOPS.get(function._overloadpacket)
+        if count is not None:
+            self.flops += int(count(*args, **(kwargs or {}), out_val=result))
+        self.draws += torch.Tag.nondeterministic_seeded in function.tags
+        return result
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+# torch has no formula for the fused attention of CPUs.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}

@@ -1,0 +1,192 @@
+"""See what `torch.export` cannot: it drops or freezes these without a word, and the numbers would be wrong.
+
+- a custom `autograd.Function` and `Tensor.register_hook` become opaque ops (module `opaque`);
+- module backward hooks, hooks on parameters, a backward pass inside the loss, random numbers from Python or numpy, and
+  module state that the forward pass changes in Python: each makes the capture refuse, with the user's own line.
+"""
+
+import builtins
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch._dynamo.trace_rules
+from torch import Tensor, nn
+
+from shardwise.graph.opaque import Recorder
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a loss is not captured: a value, since a plan with one stage may do without.
+
+    reason:  what stands in the way and what would help
+    where:   "file.py:12: the line" of the user's code, or "" where no line is to blame
+    """
+
+    reason: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.where})" if self.where else self.reason
+
+
+class RefusedError(Exception):
+    """Carries a `Refusal` out of the code that is being captured."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Recorder]:
+    """Run a capture under the watch.
+
+    raises:  RefusedError as soon as something is met that a graph cannot hold
+    """
+    _refuse_hooks(model)
+    # Export lists torch's functions by identity, once for the process: before any of them is swapped.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    recorder = Recorder()
+    python_state, numpy_state = random.getstate(), _numpy_state()
+    drawn: list[str] = []
+    with ExitStack() as stack:
+        for patch in (*_autograd_patches(recorder), *_random_patches(drawn), _swapped(builtins, "len", _length)):
+            stack.enter_context(patch)
+        stack.callback(recorder.forget)
+        yield recorder
+    if random.getstate() != python_state or _numpy_state() != numpy_state:
+        generator = "Python's" if random.getstate() != python_state else "numpy's"
+        random.setstate(python_state)
+        raise RefusedError(
+            Refusal(
+                f"the loss draws from {generator} random generator, whose value a graph would freeze; draw in the "
+                "data pipeline, or with torch",
+                drawn[0] if drawn else "",
+            )
+        )
+
+
+def user_line(stack: TracebackType | None = None) -> str:
+    """The innermost line outside torch, shardwise and the standard library: of `stack`, or of the caller."""
+    frames = traceback.extract_tb(stack) if stack is not None else traceback.extract_stack(sys._getframe(1))
+    for frame in reversed(frames):
+        if frame.filename.startswith("<") or frame.filename.startswith(_NOT_THE_USERS):
+            continue
+        return f"{_short(frame.filename)}:{frame.lineno}: {(frame.line or '').strip()}"
+    return ""
+
+
+_NOT_THE_USERS = tuple(
+    str(Path(module.__file__ or "").resolve().parent) + "/" for module in (torch, traceback, sys.modules["shardwise"])
+)
+
+
+def _short(filename: str) -> str:
+    """As an import would find it: the path below the folder that is on `sys.path`."""
+    for folder in sorted((entry for entry in sys.path if entry), key=len, reverse=True):
+        if filename.startswith(folder.rstrip("/") + "/"):
+            return filename[len(folder.rstrip("/")) + 1 :]
+    return filename
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RefusedError(
+                Refusal(
+                    f"module {name or 'at the root'} ({type(module).__name__}) has a backward hook, which a graph "
+                    "would lose; hook a tensor in forward (tensor.register_hook), or use a plan with one stage"
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise RefusedError(
+                Refusal(f"parameter {name} has a gradient hook, which a graph would lose; use a plan with one stage")
+            )
+
+
+def _autograd_patches(recorder: Recorder) -> Iterator[Any]:
+    original = vars(torch.autograd.Function)["apply"].__func__
+
+    def apply(cls: type[torch.autograd.Function], *arguments: Any, **keywords: Any) -> Any:
+        if cls.__module__.split(".")[0] == "torch" or keywords:
+            return original(cls, *arguments, **keywords)
+        return recorder.apply(lambda *filled: original(cls, *filled), arguments)
+
+    def register_hook(tensor: Tensor, function: Callable[[Tensor], Any]) -> "_NoHandle":
+        recorder.hook(tensor, function)
+        return _NoHandle()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RefusedError(
+            Refusal(
+                "the loss runs a backward pass of its own (torch.autograd.grad or backward), which a graph cannot "
+                "be cut through; use a plan with one stage",
+                user_line(),
+            )
+        )
+
+    yield _swapped(torch.autograd.Function, "apply", classmethod(apply))
+    yield _swapped(torch.Tensor, "register_hook", register_hook)
+    for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (torch.Tensor, "backward")):
+        yield _swapped(owner, name, refuse)
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@final
+class _NoHandle:
+    def remove(self) -> None:
+        raise RefusedError(
+            Refusal("the loss removes a tensor hook again, which a graph cannot follow; leave it in place", user_line())
+        )
+
+
+def _length(value: Any) -> Any:
+    """`len`, but of a tensor the size itself: as a plain number it would freeze the batch at the example's size."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.shape[0]
+    return _len(value)
+
+
+_len = len
+
+
+def _random_patches(drawn: list[str]) -> Iterator[Any]:
+    for module in (random, np.random):
+        for name, function in list(vars(module).items()):
+            if not name.startswith("_") and callable(function) and not isinstance(function, type):
+                yield _swapped(module, name, _noting(function, module, name, drawn))
+
+
+def _noting(function: Callable[..., Any], module: ModuleType, name: str, drawn: list[str]) -> Callable[..., Any]:
+    def noting(*arguments: Any, **keywords: Any) -> Any:
+        if name not in ("getstate", "get_state"):
+            drawn.append(user_line())
+        return function(*arguments, **keywords)
+
+    return noting
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return (kind, keys.tobytes(), *rest) if isinstance(keys, np.ndarray) else (kind, keys, *rest)

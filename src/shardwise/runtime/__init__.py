@@ -1,0 +1,22 @@
+"""Run a plan."""
+
+from shardwise.runtime.engine import Engine, Share, Step
+from shardwise.runtime.mesh import Mesh, Place, make_mesh
+from shardwise.runtime.program import Program, forward_program, graph_program, whole_program
+from shardwise.runtime.variants import Variant, Variants, capture_chain
+
+__all__ = [
+    "Engine",
+    "Mesh",
+    "Place",
+    "Program",
+    "Share",
+    "Step",
+    "Variant",
+    "Variants",
+    "capture_chain",
+    "forward_program",
+    "graph_program",
+    "make_mesh",
+    "whole_program",
+]

@@ -1,0 +1,93 @@
+"""What the ranks of a pipeline must agree on before a step: which graph each micro-batch runs through, and its sizes.
+
+Only the rank that loads sees the batch. It sends the number of new kinds of batch, their signatures if there are any,
+and then two short rows of numbers.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from shardwise.errors import CaptureError
+from shardwise.graph import Signature, Sizes, read
+from shardwise.job import Batch
+from shardwise.runtime.mesh import Mesh
+from shardwise.runtime.variants import Variant, Variants
+
+
+@final
+@dataclass(frozen=True)
+class Agreed:
+    """Of each micro-batch: its graph, its sizes and, on the rank that loads, its fields."""
+
+    graphs: Sequence[Variant]
+    sizes: Sequence[Sizes]
+    fields: Sequence[Sequence[Tensor]]
+
+
+def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count: int, step: int) -> Agreed:
+    """Find or make the graph of each micro-batch. Every rank of the pipeline calls it; `batches` on the one that loads.
+
+    raises:  CaptureError, on every rank, where a graph cannot be made, or Python numbers differ between ranks
+    """
+    variants.refresh(step)
+    source = mesh.pipeline_ranks[mesh.plan.placement[0]]
+    here = [read(batch) for batch in batches or ()]
+    chosen, new = _choose(variants, here)
+    row = _shared(torch.tensor([len(new), _digest(variants), *chosen]), 2 + count, mesh, source)
+    if row[1] != _digest(variants):
+        raise CaptureError(
+            f"step {step}: the Python numbers that the loss reads differ between ranks; compute them alike everywhere, "
+            "or pass them in the batch"
+        )
+    if row[0]:
+        signatures: list[Any] = new if new else [None] * row[0]
+        if mesh.pipeline is not None:
+            dist.broadcast_object_list(signatures, src=source, group=mesh.pipeline)
+        for signature in signatures:
+            variants.add(signature)
+        if here:
+            chosen = [_found(variants.find(*each)) for each in here]
+        row[2:] = _shared(torch.tensor(chosen), count, mesh, source)
+    graphs = [variants.known[at] for at in row[2:]]
+    length = sum(sum(graph.ranks) for graph in graphs)
+    flat = [size for _, tensors in here for tensor in tensors for size in tensor.shape]
+    numbers = iter(_shared(torch.tensor(flat, dtype=torch.int64), length, mesh, source))
+    sizes = [tuple(tuple(next(numbers) for _ in range(rank)) for rank in graph.ranks) for graph in graphs]
+    return Agreed(graphs, sizes, [tensors for _, tensors in here])
+
+
+def _choose(variants: Variants, here: Sequence[tuple[Signature, list[Tensor]]]) -> tuple[list[int], list[Signature]]:
+    """The variant of each micro-batch, -1 where there is none yet, and the signatures to make one for."""
+    chosen: list[int] = []
+    new: dict[object, Signature] = {}
+    for signature, tensors in here:
+        found = variants.find(signature, tensors)
+        if found is None:
+            new.setdefault((signature.frozen, signature.sizes), signature)
+        chosen.append(-1 if found is None else found)
+    return chosen, list(new.values())
+
+
+def _found(place: int | None) -> int:
+    assert place is not None, "a variant that was made for a batch accepts it"
+    return place
+
+
+def _shared(numbers: Tensor, length: int, mesh: Mesh, source: int) -> list[int]:
+    """`numbers` of the rank `source`, on every rank of its pipeline."""
+    if mesh.pipeline is not None:
+        device = mesh.device
+        numbers = numbers.to(device) if mesh.rank == source else torch.empty(length, dtype=torch.int64, device=device)
+        dist.broadcast(numbers, src=source, group=mesh.pipeline)
+    return [int(number) for number in numbers.tolist()]
+
+
+def _digest(variants: Variants) -> int:
+    text = repr(sorted((variants.frozen or {}).items()))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,88 @@
+"""From a job and a plan to the engine of this rank."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.cluster import Cluster, local_cluster
+from shardwise.errors import PlanError
+from shardwise.job import Batch, Job, objective
+from shardwise.plan import Plan, load, make_plan, positions
+from shardwise.runtime import Engine, capture_chain, graph_program, make_mesh, whole_program
+from shardwise.session.group import Membership
+
+
+def agree_on_plan(job: Job, plan: Plan | Path | str, example: Batch | None, member: Membership) -> Plan:
+    """The plan of this run: the one given, one from a file, or with "auto" one made for the devices that run.
+
+    The first rank makes it, and the others take it.
+    """
+    if isinstance(plan, Plan):
+        return _checked(plan, job)
+    if plan != "auto":
+        return _checked(load(plan), job)
+    made: list[Any] = [None]
+    if member.rank == 0:
+        made = [_attempt(job, example, member)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    assert isinstance(made[0], Plan)
+    return made[0]
+
+
+def _attempt(job: Job, example: Batch | None, member: Membership) -> Plan | Exception:
+    """Made on one rank; an error belongs to all of them."""
+    try:
+        return make_plan(job, _cluster(member), example)
+    except Exception as error:
+        return error
+
+
+def _cluster(member: Membership) -> Cluster:
+    return local_cluster(member.world_size)
+
+
+def _checked(plan: Plan, job: Job) -> Plan:
+    for name in ("batch_size", "precision"):
+        mine, theirs = getattr(job, name), getattr(plan, name)
+        if mine != theirs:
+            raise PlanError(
+                f"the plan was made for {name} {theirs!r}, but the job says {mine!r}; make the plan again, or change "
+                "the job"
+            )
+    return plan
+
+
+def build_engine(job: Job, plan: Plan, example: Batch | None, member: Membership) -> Engine:
+    """Build the model and keep this rank's part of it.
+
+    example:  of the batch, for plans that cut the graph
+    """
+    mesh = make_mesh(plan, member.device)
+    model = job.build()
+    if len(plan.stages) == 1:
+        return Engine(job, plan, whole_program(job, plan, model, _shards(plan, member), member.device), mesh)
+    found = capture_chain(objective(job.loss), model, _agree_on_example(example, member), job.precision, member.device)
+    bounds = positions(plan, found)
+    program = graph_program(job, plan, found, bounds, model, mesh, _shards(plan, member), member.device)
+    return Engine(job, plan, program, mesh)
+
+
+def _shards(plan: Plan, member: Membership) -> DeviceMesh | None:
+    if plan.shards == 1:
+        return None
+    shape = (plan.pipeline_ranks, plan.replicas, plan.shards)
+    mesh = init_device_mesh(member.device.type, shape, mesh_dim_names=("pipeline", "replica", "shard"))
+    return mesh["shard"] if plan.replicas == 1 else mesh["replica", "shard"]
+
+
+def _agree_on_example(example: Batch | None, member: Membership) -> Batch:
+    """An example on every rank: the first rank's stands in where a rank was given none."""
+    given: list[Any] = [example if member.rank == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(given, src=0)
+    return given[0]

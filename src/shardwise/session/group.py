@@ -1,0 +1,55 @@
+"""Join the process group that a launcher made, or run alone."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import final
+
+import torch
+from torch import distributed as dist
+
+from shardwise.world import joined
+
+TIMEOUT = timedelta(minutes=30)  # a rank may compile, load or save this long while the others wait
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This process among the ranks of a run.
+
+    made:  whether this program made the process group, and so ends it
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    made: bool
+
+
+def join(environment: Mapping[str, str] = os.environ) -> Membership:
+    """Join the world that the environment tells of; a process group that is there already is used as it is."""
+    if dist.is_initialized():
+        local = int(environment.get("LOCAL_RANK", dist.get_rank()))
+        return Membership(dist.get_rank(), dist.get_world_size(), _device(local), made=False)
+    world = joined(environment)
+    if world is None:
+        return Membership(0, 1, _device(0), made=False)
+    device = _device(world.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{world.master_address}:{world.master_port}",
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=TIMEOUT,
+    )
+    return Membership(world.rank, world.world_size, device, made=True)
+
+
+def _device(local_rank: int) -> torch.device:
+    """The device of a rank: its CUDA device where there are enough, else the CPU."""
+    if local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
