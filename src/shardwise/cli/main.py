@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+VERIFY = Path(__file__).with_name("verify_ranks.py")
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -109,6 +110,35 @@ def _plain(plan: Any) -> Any:
     from dataclasses import asdict
 
     return asdict(plan)
+
+
+@app.command()
+def verify(
+    target: Annotated[str, typer.Argument(help="FILE:FUNCTION; FUNCTION() returns the Job.")],
+    devices: Annotated[int | None, typer.Option(help="Processes, one per device.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Ranks of the pipeline.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model.")] = None,
+    shards: Annotated[int | None, typer.Option(help="Ranks that hold one copy of the parameters together.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of each data rank.")] = None,
+    plan: Annotated[str, typer.Option(help="A plan file, instead of the options above.")] = "",
+) -> None:
+    """Compare the loss and every gradient of a plan with one process in plain PyTorch, on your own model.
+
+    The batch is what `example()` of FILE returns, at least as many samples as there are micro-batches.
+
+        shardwise verify train.py:make_job --devices 2 --pipeline 2
+    """
+    from shardwise.launch import describe, start_script
+    from shardwise.session.options import default_run
+
+    asked = {"pipeline": pipeline, "replicas": replicas, "shards": shards, "micro_batches": micro_batches}
+    arguments = [target, plan, json.dumps({name: value for name, value in asked.items() if value is not None})]
+    run = default_run(f"verify-{Path(target.rpartition(':')[0]).stem}").absolute()
+    outcome = start_script(VERIFY, arguments, run_folder=run, devices=devices)
+    text = describe(outcome)
+    if text:
+        typer.echo(text, err=True)
+    raise typer.Exit(outcome.exit_code)
 
 
 @app.command()

@@ -33,7 +33,11 @@ def _load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.absolute()))
-    spec.loader.exec_module(module)
+    arguments, sys.argv = sys.argv, [str(path)]  # ours are not the file's
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = arguments
     return module
 
 

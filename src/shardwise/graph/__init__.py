@@ -1,7 +1,7 @@
 """What a model computes: capture, ops, segments, and cutting."""
 
 from shardwise.graph.capture import Capture, autocast, capture
-from shardwise.graph.draws import WHOLE, Draws, mix
+from shardwise.graph.draws import WHOLE, Draws, mix, seeding
 from shardwise.graph.ops import Graph, Parameter, read_graph
 from shardwise.graph.pieces import Pieces, Ports, Result, cut, results, take
 from shardwise.graph.scalars import scalars
@@ -34,6 +34,7 @@ __all__ = [
     "read_graph",
     "results",
     "scalars",
+    "seeding",
     "shapes",
     "take",
 ]

@@ -7,6 +7,7 @@ or recomputation changes what it draws.
 import hashlib
 import struct
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -49,11 +50,16 @@ def seeded(function: Callable[..., Any], first: int) -> Callable[..., Any]:
     """`function` as one that takes `Draws` first; its random ops draw as `first`, `first + 1`, and so on."""
 
     def run(draws: Draws, *args: Any, **kwargs: Any) -> Any:
-        with _Seeding(draws, first):
+        with seeding(draws, first):
             return function(*args, **kwargs)
 
     run.__name__ = run.__qualname__ = f"seeded_{first}"
     return run
+
+
+def seeding(draws: Draws, first: int = 0) -> AbstractContextManager[Any]:
+    """Within it, every random op draws by its number: `first`, `first + 1`, and so on."""
+    return _Seeding(draws, first)
 
 
 @final

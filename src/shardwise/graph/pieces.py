@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from shardwise.graph.draws import seeded
 from shardwise.graph.ops import Graph
-from shardwise.graph.segments import Chain
+from shardwise.graph.segments import Chain, span
 
 Resolve = Callable[[str], Any]
 """Gives the tensor of the model with this name, to be owned by the piece that asks."""
@@ -29,11 +29,13 @@ Resolve = Callable[[str], Any]
 class Piece:
     """One segment, ready to run.
 
+    name:     the modules that it spans, for people
     module:   called with `Draws`, then the values of `inputs` in order; returns a tuple of the values of `outputs`
     inputs:   names of values, or of parameters of the stage (`shared` below)
     writes:   names of the buffers that it updates
     """
 
+    name: str
     module: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -199,6 +201,7 @@ def _piece(graph: Graph, ops: range, stage_outputs: set[fx.Node], shared: Sequen
     ]
     names = [node.meta["name"] for node in given if node.op == "get_attr" and "name" in node.meta]
     return Piece(
+        name=span(graph.ops[ops.start : ops.stop]),
         module=builder.finish(outputs),
         inputs=tuple(node.meta["name"] if node.op == "get_attr" else node.name for node in passed),
         outputs=tuple(node.name for node in outputs),

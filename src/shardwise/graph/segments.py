@@ -107,7 +107,7 @@ def _segment(graph: Graph, places: range, kinds: dict[object, int]) -> Segment:
     shape = tuple((op.target, op.flops_forward, op.flops_backward, op.bytes_out, len(op.parameters)) for op in ops)
     return Segment(
         ops=places,
-        name=_span(ops),
+        name=span(ops),
         kind=kinds.setdefault(shape, len(kinds)),
         flops_forward=sum(op.flops_forward for op in ops),
         flops_backward=sum(op.flops_backward for op in ops),
@@ -118,7 +118,8 @@ def _segment(graph: Graph, places: range, kinds: dict[object, int]) -> Segment:
     )
 
 
-def _span(ops: Sequence[Op]) -> str:
+def span(ops: Sequence[Op]) -> str:
+    """The modules from the first op to the last, for people."""
     first, last = (op.calls[-1] if op.calls else "loss" for op in (ops[0], ops[-1]))
     return first if first == last else f"{first} .. {last}"
 

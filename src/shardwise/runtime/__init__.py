@@ -4,6 +4,7 @@ from shardwise.runtime.engine import Engine, Share, Step
 from shardwise.runtime.mesh import Mesh, Place, make_mesh
 from shardwise.runtime.program import Program, forward_program, graph_program, whole_program
 from shardwise.runtime.variants import Variant, Variants, capture_chain
+from shardwise.runtime.verify import Verdict, verify
 
 __all__ = [
     "Engine",
@@ -14,9 +15,11 @@ __all__ = [
     "Step",
     "Variant",
     "Variants",
+    "Verdict",
     "capture_chain",
     "forward_program",
     "graph_program",
     "make_mesh",
+    "verify",
     "whole_program",
 ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -19,6 +20,7 @@ from shardwise.job import Batch, Job
 from shardwise.plan import Plan
 from shardwise.runtime import gradients
 from shardwise.runtime.agreement import agree
+from shardwise.runtime.diagnosis import inspecting
 from shardwise.runtime.executor import Work, run
 from shardwise.runtime.loss_scale import LossScale
 from shardwise.runtime.mesh import Mesh, tied_groups
@@ -89,22 +91,48 @@ class Engine:
 
         raises:  LossError, on every rank, where the loss or a gradient is not finite; nothing is updated then
         """
+        loss, norm, metrics = self.gradients(share, step)
+        skipped = self._update(norm, step)
+        return Step(step, loss, norm, share.total, metrics, skipped)
+
+    def gradients(self, share: Share, step: int) -> tuple[float, float, Mapping[str, float]]:
+        """The loss, the norm of the gradient, and metrics; the gradients are whole in the parameters' `grad`.
+
+        raises:  LossError, on every rank, where the loss is not finite or weighs nothing
+        """
         results = self._train(share, step)
         if self._sums is not None:
             self._sums.finish()
         gradients.sum_tied(self._tied)
-        loss, weight, metrics = self.totals(share, results)
-        if not math.isfinite(loss):
-            self._forget()
-            raise LossError(f"the loss of step {step} is {loss / weight if weight else loss}")
+        total, weight, metrics = self.totals(share, results)
+        if not math.isfinite(total):
+            self.forget()
+            raise LossError(f"the loss of step {step} is {total}{self._origin(share, step)}")
         if not weight > 0:
-            self._forget()
+            self.forget()
             raise LossError(f"the weights of the loss of step {step} sum to {weight}; a mean needs at least one term")
-        parameters = list(self._trained.values())
-        gradients.divide(parameters, by=weight * self.loss_scale.value)
-        norm = gradients.norm(self._counted, self.mesh.model, self.device)
-        skipped = self._update(norm, step)
-        return Step(step, loss / weight, norm, share.total, metrics, skipped)
+        gradients.divide(list(self._trained.values()), by=weight * self.loss_scale.value)
+        return total / weight, gradients.norm(self._counted, self.mesh.model, self.device), metrics
+
+    def _origin(self, share: Share, step: int) -> str:
+        """Where a loss that is not finite began, found by one more forward pass."""
+        function = self.program.whole or self.program.variants
+        assert function is not None
+        known = [function] if isinstance(function, Variant) else function.known
+        with ExitStack() as stack:
+            looks = [stack.enter_context(inspecting(variant.stages)) for variant in known]
+            if share.samples:
+                self._run(self._work(share, step, function), "forward-only", share)
+        here = min((found for look in looks for found in look.found), default=None)
+        everywhere: list[Any] = [here]
+        if dist.is_initialized():
+            everywhere = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, here)
+        first = min(((found, rank) for rank, found in enumerate(everywhere) if found is not None), default=None)
+        if first is None:
+            return "; every part of the model gives finite numbers, so it is the loss itself that does not"
+        (micro_batch, _, part), rank = first
+        return f'; the first numbers that are not finite come out of "{part}" on rank {rank}, micro-batch {micro_batch}'
 
     def forward(self, share: Share, step: int, function: Variant | Variants) -> Mapping[int, Any]:
         """Run a function forward only: on the rank of the last stage, its results for each micro-batch."""
@@ -116,7 +144,7 @@ class Engine:
     def _update(self, norm: float, step: int) -> bool:
         """Clip and step, or say that this step is skipped."""
         if not math.isfinite(norm):
-            self._forget()
+            self.forget()
             if not self.loss_scale.enabled:
                 raise LossError(f"the gradient of step {step} has norm {norm}, though its loss is finite")
             self.loss_scale.overflowed()
@@ -128,11 +156,12 @@ class Engine:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self._forget()
+        self.forget()
         self.loss_scale.stepped()
         return False
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the gradients."""
         for parameter in self._trained.values():
             parameter.grad = None
 

@@ -53,6 +53,7 @@ class GraphStage(nn.Module):
         self._tree = graph.capture.outputs
         self._last = pieces.ports.segments[-1].stop == len(graph.ops)
         leaves = [leaf.name for leaf in self._results if isinstance(leaf, Result)]
+        self.look: Callable[[int, str, Any], None] | None = None
         self._wanted = tuple(leaves if self._last else pieces.ports.outputs)
 
     def compute(self, draws: Draws, fields: Sequence[Tensor], values: Values) -> Outputs:
@@ -74,6 +75,8 @@ class GraphStage(nn.Module):
             else:
                 outputs = segment(draws, *inputs)
             known.update(zip(piece.outputs, outputs, strict=True))
+            if self.look is not None:
+                self.look(draws.micro_batch, piece.name, outputs)
         return {name: known[name] for name in self._wanted}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from shardwise.data import Data, Feed, FeedStep, epoch_of, example, samples_in, 
 from shardwise.errors import BatchError, PlanError
 from shardwise.job import Batch, Job
 from shardwise.plan import Plan, report, save, share_out
-from shardwise.runtime import Engine, Share, Step
+from shardwise.runtime import Engine, Share, Step, Verdict, verify
 from shardwise.session.build import agree_on_plan, build_engine
 from shardwise.session.group import Membership, join
 from shardwise.session.inference import Inference
@@ -154,17 +154,7 @@ class Session:
         """
         if self._engine is None:
             self._build(batch)
-        total = self._agree_on_samples(batch)
-        sizes = self._share(total)
-        batches = None
-        if self._loads:
-            if batch is None:
-                raise BatchError(f"rank {self.rank} got no batch, but it loads: give every rank the global batch")
-            flat = [size for part in sizes for size in part if size]
-            first = sum(size > 0 for part in sizes[: self._ready.mesh.data_rank] for size in part)
-            mine = [size for size in sizes[self._ready.mesh.data_rank] if size]
-            batches = slice_batch(batch, flat)[first : first + len(mine)]
-        return self._advance(FeedStep(batches, sizes, total))
+        return self._advance(self._slice(batch, self._agree_on_samples(batch)))
 
     def evaluate(self, data: Data) -> Evaluation:
         """The loss over `data` once, in evaluation mode, without gradients."""
@@ -176,6 +166,17 @@ class Session:
         The batches are of the job's batch size, and each result is a list: one entry for each of its micro-batches.
         """
         return self._inference.predict(self._pass(data), function)
+
+    def verify(self, batch: Batch) -> Verdict | None:
+        """One step's gradients against one process in plain PyTorch; nothing is updated. On rank 0 the verdict.
+
+        batch:  a global batch, equal on every rank
+        """
+        if self._engine is None:
+            self._build(batch)
+        total = self._agree_on_samples(batch)
+        sizes = [size for part in self._share(total) for size in part if size]
+        return verify(self._ready, self._to_share(self._slice(batch, total)), slice_batch(batch, sizes), sizes)
 
     def save(self, folder: Path | str) -> Path:
         """Write a checkpoint below `folder`, whole or not at all; every rank calls it."""
@@ -295,6 +296,18 @@ class Session:
     def _learning_rate(self) -> float:
         optimizer = self._ready.optimizer
         return float(optimizer.param_groups[0]["lr"]) if optimizer is not None else 0.0
+
+    def _slice(self, batch: Batch | None, total: int) -> FeedStep:
+        """This data rank's micro-batches of a global batch that the user made."""
+        sizes = self._share(total)
+        if not self._loads:
+            return FeedStep(None, sizes, total)
+        if batch is None:
+            raise BatchError(f"rank {self.rank} got no batch, but it loads: give every rank the global batch")
+        mine = self._ready.mesh.data_rank
+        first = sum(size > 0 for part in sizes[:mine] for size in part)
+        batches = slice_batch(batch, [size for part in sizes for size in part if size])
+        return FeedStep(batches[first : first + sum(size > 0 for size in sizes[mine])], sizes, total)
 
     def _agree_on_samples(self, batch: Batch | None) -> int:
         """Samples in the global batch, also on ranks that were given none."""
