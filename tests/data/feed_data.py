@@ -10,7 +10,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise.data import Feed, FeedStep
-from shardwise.plan import share_out
+
+
+def evenly(samples: int, data_ranks: int, micro_batches: int) -> list[list[int]]:
+    """As even as can be over data ranks, then over micro-batches, the larger ones first."""
+
+    def split(total: int, parts: int) -> list[int]:
+        return [total // parts + (part < total % parts) for part in range(parts)]
+
+    return [split(part, micro_batches) for part in split(samples, data_ranks)]
 
 
 class Numbers(Dataset):
@@ -47,6 +55,16 @@ class Counting(IterableDataset):
             yield torch.tensor(number)
 
 
+class AugmentedStream(IterableDataset):
+    """The samples of `Augmented`, one after the other."""
+
+    def __init__(self, length: int) -> None:
+        self.samples = Augmented(length)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
 def packed(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sample i as i % 3 + 1 values in one flat tensor, with offsets: not to be cut afterwards."""
     lengths = torch.tensor([int(sample) % 3 + 1 for sample in samples])
@@ -56,7 +74,7 @@ def packed(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def shared(loader: Any, *, ranks: int = 2, micro_batches: int = 3, batch_size: int = 4, seed: int = 0) -> list[Feed]:
     """One feed for each data rank. `loader` makes the data anew, as each process would."""
-    share = partial(share_out, data_ranks=ranks, micro_batches=micro_batches)
+    share = partial(evenly, data_ranks=ranks, micro_batches=micro_batches)
     return [
         Feed(loader(), batch_size=batch_size, share=share, data_rank=rank, loads=True, seed=seed)
         for rank in range(ranks)

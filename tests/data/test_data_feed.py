@@ -1,18 +1,18 @@
 import os
 import random
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
 import torch
-from feed_data import Augmented, Numbers, ids, numbers_loader, one_device, packed, shared, steps
+from feed_data import Augmented, Numbers, evenly, ids, numbers_loader, one_device, packed, shared, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, get_worker_info
 
 from shardwise.data import Feed, epoch_of
-from shardwise.plan import share_out
+from shardwise.data.randomness import mix, reseed
 
 WORKERS = pytest.mark.parametrize("options", [{}, {"num_workers": 2, "multiprocessing_context": "fork"}])
 STAYING = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
@@ -99,6 +99,8 @@ def test_a_sampler_without_a_generator_gives_all_ranks_one_order_that_the_seed_d
     assert first == again != other
     assert sorted(chain(*first[:4])) == sorted(chain(*first[4:])) == list(range(13))
     assert first[:4] != first[4:]
+    reseed(mix("order", 1, 0, 0))
+    assert list(chain(*first[:4])) == list(sampler())
 
 
 def test_drop_last_leaves_the_smaller_batch_out_and_the_next_epoch_as_on_one_device():
@@ -108,7 +110,8 @@ def test_drop_last_leaves_the_smaller_batch_out_and_the_next_epoch_as_on_one_dev
 
 def test_a_batch_sampler_decides_what_a_step_is():
     lists = [[3, 1, 2, 0, 12], [4], [5, 6, 7]]
-    found = steps(shared(lambda: DataLoader(Numbers(13), batch_sampler=lists), batch_size=99), 6)
+    with_an_empty_one = [lists[0], [], *lists[1:]]
+    found = steps(shared(lambda: DataLoader(Numbers(13), batch_sampler=with_an_empty_one), batch_size=99), 6)
     assert [ids(step) for step in found] == lists * 2
 
 
@@ -142,7 +145,7 @@ def test_a_sequence_is_read_in_order():
 @WORKERS
 def test_packed_micro_batches_are_collated_from_their_own_samples(options):
     data = DataLoader(Numbers(13), collate_fn=packed, **options)
-    share = partial(share_out, data_ranks=1, micro_batches=2)
+    share = partial(evenly, data_ranks=1, micro_batches=2)
     step = next(Feed(data, batch_size=5, share=share, data_rank=0, loads=True, seed=0))
     assert [batch["values"].tolist() for batch in step.batches] == [[0, 1, 1, 2, 2, 2], [3, 4, 4]]
     assert [batch["offsets"].tolist() for batch in step.batches] == [[0, 1, 3, 6], [0, 1, 3]]
@@ -150,13 +153,13 @@ def test_packed_micro_batches_are_collated_from_their_own_samples(options):
 
 def test_a_rank_loads_its_own_samples_only():
     data = Numbers(13)
-    share = partial(share_out, data_ranks=2, micro_batches=1)
+    share = partial(evenly, data_ranks=2, micro_batches=1)
     next(Feed(data, batch_size=4, share=share, data_rank=1, loads=True, seed=0))
     assert data.loaded == [2, 3]
 
 
 def test_a_rank_that_does_not_load_counts_the_same_steps():
-    share = partial(share_out, data_ranks=2, micro_batches=3)
+    share = partial(evenly, data_ranks=2, micro_batches=3)
     data = numbers_loader()()
     counting = Feed(data, batch_size=4, share=share, data_rank=0, loads=False, seed=0)
     loading = shared(numbers_loader())[0]
@@ -182,7 +185,7 @@ def test_augmentations_depend_on_the_sample_and_not_on_ranks_micro_batches_or_wo
         return torch.cat([batch for step in found for part in step for batch in part.batches])
 
     expected = drawn(1, 1, subset=False)
-    assert torch.equal(drawn(2, 2, subset=True, **options), expected)
+    assert torch.equal(drawn(2, 1, subset=True, **options), expected)
     assert len(set(expected[:, 1].tolist())) == len(expected)
     assert not torch.equal(expected[:4, 1:], expected[13:17, 1:])  # another epoch
 
@@ -209,6 +212,30 @@ def test_workers_are_started_with_the_users_dataset():
     assert ids(found[0]) == [100, 100, 101, 101]
 
 
+def test_what_a_collate_function_draws_depends_on_the_place_of_its_samples():
+    def noisy(samples):
+        return float(samples[0]), float(torch.rand(()))
+
+    (feed,) = shared(lambda: DataLoader(Numbers(13), collate_fn=noisy), ranks=1, micro_batches=2)
+    found = [batch for step in steps([feed], 8) for batch in step[0].batches]
+    expected = []
+    for epoch, place in product(range(2), [0, 2, 4, 6, 8, 10, 12]):
+        reseed(mix("collate", 0, epoch, place))
+        expected.append((place, float(torch.rand(()))))
+    assert found == expected
+
+
+def test_workers_of_two_data_ranks_are_seeded_apart():
+    class Seed(Numbers):
+        def __getitem__(self, index):
+            return torch.tensor(get_worker_info().seed)
+
+    options = {"num_workers": 1, "multiprocessing_context": "fork"}
+    found = steps(shared(lambda: DataLoader(Seed(8), **options), micro_batches=1), 3)
+    assert [len(set(ids(step))) for step in found] == [2, 2, 2]
+    assert ids(found[0]) == ids(found[1]) != ids(found[2])  # another epoch
+
+
 def test_a_sample_that_fails_to_load_is_not_passed_over():
     class FailsOnce(Numbers):
         failed = False
@@ -229,7 +256,7 @@ def test_a_sample_that_fails_to_load_is_not_passed_over():
 def test_one_pass_ends_with_a_smaller_batch_and_leaves_the_generator_of_training_alone():
     """Public bug report 8: an evaluation with another batch size broke the training around it."""
     data = numbers_loader()()
-    share = partial(share_out, data_ranks=1, micro_batches=2)
+    share = partial(evenly, data_ranks=1, micro_batches=2)
     training = Feed(data, batch_size=4, share=share, data_rank=0, loads=True, seed=0)
     found = []
     for _ in range(8):

@@ -68,7 +68,7 @@ def test_resuming_at_another_batch_size_goes_on_at_the_very_next_sample():
 
 def test_a_feed_goes_back_to_its_own_earlier_state_with_workers_that_stay():
     (feed,) = shared(numbers_loader(persistent_workers=True, **WORKERS), ranks=1)
-    steps([feed], 5)
+    steps([feed], 20)  # into the second epoch, whose workers are those of the first
     state = feed.state()
     expected = [ids(step) for step in steps([feed], 6)]
     feed.restore(state)

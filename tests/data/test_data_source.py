@@ -1,6 +1,9 @@
+import random
+
+import numpy as np
 import pytest
 import torch
-from feed_data import Augmented, Counting, Numbers, packed, shared
+from feed_data import Augmented, AugmentedStream, Counting, Numbers, packed, shared
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.data import Feed, example
@@ -92,6 +95,13 @@ def test_an_example_disturbs_no_random_state():
     example(loader)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
+
+
+@pytest.mark.parametrize("data", [Augmented(5), AugmentedStream(5)])
+def test_an_example_is_the_same_each_time(data):
+    first = example(data)
+    torch.rand(1), random.random(), np.random.rand()
+    assert torch.equal(example(data), first)
 
 
 @pytest.mark.parametrize(("data", "count"), [(Numbers(1), 1), (Numbers(0), 0), (Counting(1), 1)])

@@ -3,12 +3,11 @@ from itertools import chain
 
 import pytest
 import torch
-from feed_data import Counting, ids, shared, steps
+from feed_data import Augmented, AugmentedStream, Counting, evenly, ids, shared, steps
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.data import Feed
 from shardwise.errors import BatchError
-from shardwise.plan import share_out
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
@@ -18,7 +17,7 @@ def test_each_sample_of_a_stream_comes_once_an_epoch_and_in_order(options):
 
 
 def test_a_rank_that_does_not_load_counts_a_stream_by_reading_it():
-    share = partial(share_out, data_ranks=2, micro_batches=1)
+    share = partial(evenly, data_ranks=2, micro_batches=1)
     counting = Feed(Counting(5), batch_size=4, share=share, data_rank=0, loads=False, seed=0)
     assert [(step.batches, step.total) for step in (next(counting) for _ in range(3))] == [
         (None, 4),
@@ -54,6 +53,17 @@ def test_a_stream_that_shuffles_by_the_global_generator_does_so_alike_on_every_r
     torch.rand(1)
     found = [ids(step) for step in steps(feeds, 4)]
     assert sorted(chain(*found)) == list(range(13))
+
+
+def test_a_stream_draws_what_a_dataset_with_the_same_samples_draws():
+    def noisy(samples):
+        return torch.stack(samples) + torch.rand(())
+
+    def drawn(data):
+        found = steps(shared(lambda: DataLoader(data, collate_fn=noisy), micro_batches=1), 8)
+        return torch.cat([batch for step in found for part in step for batch in part.batches])
+
+    assert torch.equal(drawn(AugmentedStream(13)), drawn(Augmented(13)))
 
 
 def test_several_workers_on_a_stream_are_refused():

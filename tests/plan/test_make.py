@@ -6,9 +6,15 @@ from plan_jobs import FEATURES, Net, batch, job, labels, squares
 from torch import nn
 
 from shardwise.cluster import parse_cluster
+from shardwise.cost import Analytic
 from shardwise.errors import ClusterError, LossError, PlanError
 from shardwise.job import Mean
 from shardwise.plan import make_plan, positions
+from shardwise.plan.cuts import place_cuts
+from shardwise.plan.layout import Layout
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.seconds import _costs, _played, step_seconds
+from shardwise.plan.sections import cut_into_sections
 from shardwise.plan.sketch import sketch_job
 
 
@@ -55,6 +61,24 @@ def test_a_pipeline_is_cut_in_the_middle_of_equal_blocks():
     assert plan.step_seconds is not None
 
 
+@pytest.mark.parametrize("micro_batches", [13, 64])
+def test_a_long_step_is_predicted_as_if_it_were_played_whole(micro_batches):
+    """The prediction plays three micro-batches a rank and adds the others up; here each is played."""
+    cluster, sketch = parse_cluster("3x cpu"), sketch_job(job(batch_size=64), batch())
+    bounds = place_cuts(sketch.graph, [1.0] * 3)
+    layout = Layout(
+        mesh=Mesh(3, 1, 1),
+        sections=cut_into_sections(sketch.graph, bounds),
+        schedule="1f1b",
+        micro_batches=micro_batches,
+        samples=1,
+        shard_mode="gathered",
+        recompute=False,
+    )
+    whole = _played(layout, _costs(layout, sketch, cluster, Analytic("fp32")), micro_batches)
+    assert step_seconds(layout, sketch, cluster, Analytic("fp32")) == pytest.approx(whole, rel=0.02)
+
+
 def test_flops_are_those_of_a_micro_batch():
     whole = make_plan(job(), "1x cpu", batch())
     halves = make_plan(job(), "1x cpu", batch(), micro_batches=2)
@@ -64,21 +88,20 @@ def test_flops_are_those_of_a_micro_batch():
 
 
 def test_a_model_larger_than_a_device_takes_the_fewest_shards_that_fit_and_is_not_built():
-    plan = make_plan(job(Wide, wide_loss, 1024), "32x h100-80gb", torch.zeros(2, 2**15))
+    plan = make_plan(job(Wide, wide_loss, 1024), "32x h100-80gb", torch.zeros(2, 2**15), pipeline=1)
     assert (plan.pipeline_ranks, plan.replicas, plan.shards, plan.shard_mode) == (1, 4, 8, "regathered")
     assert 32 * 2**30 < plan.stages[0].memory_bytes < 73 * 2**30
-    assert [one.name for one in plan.alternatives[:3]] == [
-        "32 replicas",
-        "16 replicas x 2 shards",
-        "8 replicas x 4 shards",
-    ]
+    assert [one.name for one in plan.alternatives] == ["32 replicas", "16 replicas x 2 shards", "8 replicas x 4 shards"]
     assert plan.alternatives[0].reason == "it is short by 183.2 GiB"  # of 256, with 0.92 x 79.1 usable
 
 
-def test_a_model_larger_than_a_device_takes_the_fewest_pipeline_ranks_that_fit_where_it_cannot_be_sharded():
-    plan = make_plan(job(Wide, wide_loss, 1024), "32x h100-80gb", torch.zeros(2, 2**15), shards=1)
-    assert (plan.pipeline_ranks, plan.replicas) == (4, 8)
+def test_of_shards_and_pipeline_that_fit_the_faster_is_taken_and_the_other_is_told():
+    plan = make_plan(job(Wide, wide_loss, 1024), "32x h100-80gb", torch.zeros(2, 2**15))
+    assert (plan.pipeline_ranks, plan.replicas, plan.shards) == (4, 8, 1)
     assert max(stage.memory_bytes for stage in plan.stages) < 73 * 2**30
+    other = plan.alternatives[-1]
+    assert other.name == "4 replicas x 8 shards"
+    assert other.reason.endswith(f"against {plan.step_seconds:.3g} s")
 
 
 def test_what_fits_nowhere_says_by_how_much_each_way_is_short():
@@ -308,7 +331,7 @@ def test_a_guard_is_noted():
         return labels(model, batch) + model.head.weight.square().mean()
 
     plan = make_plan(job(loss=with_penalty), "2x cpu", batch())
-    assert plan.weighting == "samples"
+    assert plan.weighting == "checked"
     assert any("right while no label is -100" in note for note in plan.notes)
 
 

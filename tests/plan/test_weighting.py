@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, 
 from shardwise.graph import Capture, Refusal, capture
 from shardwise.job import Mean, objective
 from shardwise.plan import Guard, rewrite, weigh
-from shardwise.plan.weighting import weight_of_batch
+from shardwise.plan.weighting import labels_of_batch, weight_of_batch
 
 SAMPLES = 10
 Batch = dict[str, Tensor]
@@ -202,7 +202,9 @@ def overlap(model, batch):
     return 1 - 2 * (chance * batch["mask"]).sum() / (chance.sum() + batch["mask"].sum())
 
 
-@pytest.mark.parametrize("loss", [mean_of_each, of_probabilities, by_size, by_ones, normalised_input, contrastive, overlap])
+@pytest.mark.parametrize(
+    "loss", [mean_of_each, of_probabilities, by_size, by_ones, normalised_input, contrastive, overlap]
+)
 def test_a_mean_over_samples_is_weighed_by_samples(loss):
     graph = captured(loss)
     weighing = weigh(graph)
@@ -231,6 +233,8 @@ def test_cross_entropy_beside_another_term_is_guarded():
     (guard,) = weighing.guards
     labels = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"][1]
     assert guard == Guard(labels=labels, ignore_index=-100)
+    module = labels_of_batch(graph, weighing.guards)
+    assert torch.equal(module(*batch().values())[0], batch()["label"])
 
 
 def masked_and_penalised(model, batch):

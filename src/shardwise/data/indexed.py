@@ -19,7 +19,9 @@ class Indexed:
 
     def __init__(self, loader: DataLoader[Any], batch_size: int, part: Part, seed: int) -> None:
         self._loader, self._batch_size, self._part, self._seed = loader, batch_size, part, seed
-        self._idle: MicroBatchLoader | None = None  # between epochs, its workers wait here if they are persistent
+        # Persistent workers wait here between epochs. They are not used again after an epoch that broke off: with one
+        # that has died, torch fails in every epoch to come.
+        self._idle: MicroBatchLoader | None = None
 
     def open(self, position: Position) -> Iterator[Drawn]:
         """The steps of the epoch from `position` on.

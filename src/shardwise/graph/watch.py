@@ -1,6 +1,8 @@
 """See what `torch.export` cannot: it drops or freezes these without a word, and the numbers would be wrong.
 
 - a custom `autograd.Function` and `Tensor.register_hook` become opaque ops (module `opaque`);
+- activation checkpointing steps aside: what is recomputed is the plan's to say, and export takes the grad mode that
+  checkpointing switches for its own use as one that holds from there on;
 - module backward hooks, hooks on parameters, a backward pass inside the loss, random numbers from Python or numpy, and
   module state that the forward pass changes in Python: each makes the capture refuse, with the user's own line.
 """
@@ -10,7 +12,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 import torch._dynamo.trace_rules
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from shardwise.graph.opaque import Recorder
 
@@ -61,7 +64,8 @@ def watched(model: nn.Module) -> Iterator[Recorder]:
     python_state, numpy_state = random.getstate(), _numpy_state()
     drawn: list[str] = []
     with ExitStack() as stack:
-        for patch in (*_autograd_patches(recorder), *_random_patches(drawn), _swapped(builtins, "len", _length)):
+        length = _swapped(builtins, "len", _length)
+        for patch in (*_autograd_patches(recorder), _without_checkpointing(), *_random_patches(drawn), length):
             stack.enter_context(patch)
         stack.callback(recorder.forget)
         yield recorder
@@ -120,6 +124,9 @@ def _autograd_patches(recorder: Recorder) -> Iterator[Any]:
     original = vars(torch.autograd.Function)["apply"].__func__
 
     def apply(cls: type[torch.autograd.Function], *arguments: Any, **keywords: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            run_function, _, *inputs = arguments
+            return run_function(*inputs)
         if cls.__module__.split(".")[0] == "torch" or keywords:
             return original(cls, *arguments, **keywords)
         return recorder.apply(lambda *filled: original(cls, *filled), arguments)
@@ -141,6 +148,15 @@ def _autograd_patches(recorder: Recorder) -> Iterator[Any]:
     yield _swapped(torch.Tensor, "register_hook", register_hook)
     for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (torch.Tensor, "backward")):
         yield _swapped(owner, name, refuse)
+
+
+def _without_checkpointing() -> AbstractContextManager[None]:
+    """Let a checkpoint that is not reentrant do nothing before and after the function that it wraps."""
+
+    def nothing(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    return _swapped(checkpoint, "_checkpoint_without_reentrant_generator", nothing)
 
 
 @contextmanager

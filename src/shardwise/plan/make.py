@@ -1,4 +1,4 @@
-"""Make a plan: try the arrangements of the devices in order, and take the first that fits their memory."""
+"""Make a plan: of the arrangements of the devices that fit their memory, the simplest or the fastest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +12,18 @@ from shardwise.graph import Chain, Refusal
 from shardwise.job import Batch, Job
 from shardwise.plan.asked import Asked
 from shardwise.plan.cuts import named_positions, place_cuts
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import Layout, describe
+from shardwise.plan.memory import memory_of
 from shardwise.plan.mesh import Mesh, meshes
 from shardwise.plan.notes import notes_of, weighting_of
-from shardwise.plan.plan import Alternative, Plan, ScheduleName, ShardMode, Stage
-from shardwise.plan.prediction import describe, slowest_device, step_seconds
+from shardwise.plan.plan import Alternative, Plan, ScheduleName, ShardMode
+from shardwise.plan.report import size_text
+from shardwise.plan.seconds import slowest_device, step_seconds
+from shardwise.plan.sections import Section, cut_into_sections
 from shardwise.plan.sketch import Sketch, sketch_job
 
 USABLE = 0.92  # of a device's memory: the rest goes to its context, to communication, and to gaps between blocks
 PER_RANK = 4  # micro-batches for each pipeline rank: 1F1B then waits a fifth of the time at most
-COMPARED = 2  # losing plans whose time is predicted, too
 
 
 def make_plan(
@@ -41,8 +43,8 @@ def make_plan(
 ) -> Plan:
     """Work out who runs what. What is not given is chosen; no process group, socket or GPU is touched.
 
-    Without any size, replicas are taken if the whole model fits each device; else the fewest shards that fit, else the
-    fewest pipeline ranks.
+    Without any size, replicas are taken if the whole model fits each device; else the fewest shards or the fewest
+    pipeline ranks that fit, whichever is predicted to be faster.
 
     cluster:          devices; text as `parse_cluster` reads it; None for this machine
     example:          a batch of at least two samples, for its shape
@@ -68,26 +70,69 @@ def make_plan(
     return choose(job, machines, sketch, asked, Analytic(job.precision))
 
 
+@final
+@dataclass(frozen=True)
+class _Draft:
+    layout: Layout
+    memory_bytes: dict[int, int]  # by stage
+    short_by: int
+    shortage: str
+
+
+@final
+@dataclass(frozen=True)
+class _Setting:
+    """What all candidates share."""
+
+    job: Job
+    cluster: Cluster
+    sketch: Sketch
+    asked: Asked
+
+
 def choose(job: Job, cluster: Cluster, sketch: Sketch, asked: Asked, cost: CostModel) -> Plan:
     """As `make_plan`, on a job that was read already, with any source of cost."""
+    setting = _Setting(job, cluster, sketch, asked)
     candidates = meshes(len(cluster.devices), asked.pipeline_ranks, asked.replicas, asked.shards)
     lost: list[Alternative] = []
-    nearest: _Draft | None = None
-    for at, mesh in enumerate(candidates):
-        refused = _refused(mesh, job, sketch, asked)
-        if refused:
-            lost.append(Alternative(name=str(mesh), reason=refused))
+    fitting: list[_Draft] = []
+    short: list[_Draft] = []
+    for mesh in candidates:
+        if any(draft.layout.mesh.kind == mesh.kind for draft in fitting):
+            continue  # a simpler one of this kind fits
+        refused = _refused(mesh, setting)
+        draft = None if refused else _first_that_fits(mesh, setting)
+        if draft is not None and draft.short_by <= 0:
+            fitting.append(draft)
             continue
-        draft = _first_that_fits(mesh, job, cluster, sketch, asked)
-        if draft.short_by <= 0:
-            found = _plan(draft, job, cluster, sketch, cost)
-            return _with(found, lost + _slower(found, candidates[at + 1 :], job, cluster, sketch, asked, cost))
-        lost.append(Alternative(name=str(mesh), reason=draft.shortage))
-        nearest = draft if nearest is None or draft.short_by < nearest.short_by else nearest
-    if nearest is not None and len(candidates) == 1:
+        lost.append(Alternative(name=str(mesh), reason=refused if draft is None else draft.shortage))
+        short += [] if draft is None else [draft]
+    if fitting:
+        return _best(
+            [_plan(draft, setting, cost) for draft in fitting], [str(draft.layout.mesh) for draft in fitting], lost
+        )
+    if short and len(candidates) == 1:
         # The user decided; an estimate does not forbid.
-        return _plan(nearest, job, cluster, sketch, cost, f"predicted to run out of memory: {nearest.shortage}")
+        return _plan(short[0], setting, cost, f"predicted to run out of memory: {short[0].shortage}")
     raise PlanError(_no_plan(cluster, lost))
+
+
+def _best(plans: Sequence[Plan], names: Sequence[str], lost: Sequence[Alternative]) -> Plan:
+    """Replicas where they fit, else the plan that is predicted to be fastest; with all that were not chosen."""
+    replicated = plans[0].pipeline_ranks == plans[0].shards == 1
+    best = plans[0] if replicated else min(plans, key=lambda plan: plan.step_seconds or 0.0)
+    others = [
+        Alternative(name=name, reason=_compared(plan, best))
+        for name, plan in zip(names, plans, strict=True)
+        if plan is not best
+    ]
+    return replace(best, alternatives=(*lost, *others))
+
+
+def _compared(other: Plan, best: Plan) -> str:
+    if other.step_seconds is None or best.step_seconds is None:
+        return "it fits, too, but is no simpler"
+    return f"predicted {other.step_seconds:.3g} s a step, against {best.step_seconds:.3g} s"
 
 
 def _cluster(cluster: Cluster | str | None) -> Cluster:
@@ -96,8 +141,9 @@ def _cluster(cluster: Cluster | str | None) -> Cluster:
     return parse_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
-def _refused(mesh: Mesh, job: Job, sketch: Sketch, asked: Asked) -> str:
+def _refused(mesh: Mesh, setting: _Setting) -> str:
     """Why `mesh` cannot be, whatever the memory; "" where it can."""
+    job, sketch, asked = setting.job, setting.sketch, setting.asked
     fewest = mesh.data_ranks * (asked.micro_batches or 1)
     split = fewest > 1
     weighed = sketch.weighing
@@ -123,77 +169,74 @@ def _refused(mesh: Mesh, job: Job, sketch: Sketch, asked: Asked) -> str:
     return ""
 
 
-@final
-@dataclass(frozen=True)
-class _Draft:
-    layout: Layout
-    stages: tuple[Stage, ...]
-    short_by: int
-    shortage: str
-
-
-def _first_that_fits(mesh: Mesh, job: Job, cluster: Cluster, sketch: Sketch, asked: Asked) -> _Draft:
+def _first_that_fits(mesh: Mesh, setting: _Setting) -> _Draft:
     """The first layout of `mesh` that fits its devices; else the one that is short by least."""
-    bounds = _bounds(mesh, cluster, sketch, asked)
-    nearest: _Draft | None = None
-    for layout in _layouts(mesh, bounds, job, sketch, asked):
-        draft = _draft(layout, job, cluster, sketch)
-        if draft.short_by <= 0:
-            return draft
-        nearest = draft if nearest is None or draft.short_by < nearest.short_by else nearest
-    assert nearest is not None, "there is always one layout"
-    return nearest
+    drafts = []
+    for layout in _layouts(mesh, _sections(mesh, setting), setting):
+        drafts.append(_draft(layout, setting))
+        if drafts[-1].short_by <= 0:
+            return drafts[-1]
+    return min(drafts, key=lambda draft: draft.short_by)
 
 
-def _bounds(mesh: Mesh, cluster: Cluster, sketch: Sketch, asked: Asked) -> tuple[int, ...]:
+def _sections(mesh: Mesh, setting: _Setting) -> tuple[Section, ...]:
+    chain = setting.sketch.graph
+    if not isinstance(chain, Chain):
+        return ()
+    return cut_into_sections(chain, _bounds(mesh, chain, setting))
+
+
+def _bounds(mesh: Mesh, chain: Chain, setting: _Setting) -> Sequence[int]:
     if mesh.pipeline == 1:
         return (0,)
-    assert isinstance(sketch.graph, Chain), "refused before"
-    if asked.cuts is not None:
-        return tuple(named_positions(asked.cuts, sketch.graph))
-    ranks = [slowest_device(cluster, mesh, rank) for rank in range(mesh.pipeline)]
-    speeds = [max(device.flops_per_second.values()) for device in ranks] * asked.stages_per_rank
-    return place_cuts(sketch.graph, speeds)
+    if setting.asked.cuts is not None:
+        return named_positions(setting.asked.cuts, chain)
+    ranks = [slowest_device(setting.cluster, mesh, rank) for rank in range(mesh.pipeline)]
+    speeds = [device.flops_per_second[setting.job.precision] for device in ranks]
+    return place_cuts(chain, speeds * setting.asked.stages_per_rank)
 
 
-def _layouts(mesh: Mesh, bounds: tuple[int, ...], job: Job, sketch: Sketch, asked: Asked) -> Iterator[Layout]:
+def _layouts(mesh: Mesh, sections: tuple[Section, ...], setting: _Setting) -> Iterator[Layout]:
     """Fastest first: recomputing costs most, gathering each time less, small micro-batches least."""
+    asked = setting.asked
     modes: list[ShardMode] = ["gathered", "regathered"] if mesh.shards > 1 else ["gathered"]
     for recompute in [False, True] if asked.recompute is None else [asked.recompute]:
         for mode in modes if asked.shard_mode is None else [asked.shard_mode]:
-            for micro_batches in _micro_batches(mesh, job, sketch, asked):
+            for micro_batches in _micro_batches(mesh, setting):
                 yield Layout(
                     mesh=mesh,
-                    bounds=bounds,
+                    sections=sections,
                     schedule=asked.schedule_name,
                     micro_batches=micro_batches,
-                    samples=ceil(ceil(job.batch_size / mesh.data_ranks) / micro_batches),
+                    samples=ceil(ceil(setting.job.batch_size / mesh.data_ranks) / micro_batches),
                     shard_mode=mode,
                     recompute=recompute,
                 )
 
 
-def _micro_batches(mesh: Mesh, job: Job, sketch: Sketch, asked: Asked) -> list[int]:
+def _micro_batches(mesh: Mesh, setting: _Setting) -> list[int]:
+    """Counts to try: enough to fill a pipeline, then smaller micro-batches."""
+    sketch, asked = setting.sketch, setting.asked
     if asked.micro_batches is not None:
         return [asked.micro_batches]
-    if job.couple == "batch" or isinstance(sketch.weighing, Refusal):
+    if setting.job.couple == "batch" or isinstance(sketch.weighing, Refusal):
         return [1]
-    most = job.batch_size // mesh.data_ranks
+    most = setting.job.batch_size // mesh.data_ranks
     counts = [min(most, PER_RANK * mesh.pipeline if mesh.pipeline > 1 else 1)]
     while counts[-1] < most and isinstance(sketch.graph, Chain):
         counts.append(min(most, 2 * counts[-1]))
     return counts
 
 
-def _draft(layout: Layout, job: Job, cluster: Cluster, sketch: Sketch) -> _Draft:
-    stages = describe(layout, sketch, job.precision)
+def _draft(layout: Layout, setting: _Setting) -> _Draft:
     mesh = layout.mesh
-    short_by, worst = max(
-        (sum(stage.memory_bytes for stage in stages if stage.rank == rank) - _usable(cluster, mesh, rank), rank)
-        for rank in range(mesh.pipeline)
-    )
-    where = f"stage {worst}" if len(stages) == mesh.pipeline > 1 else f"rank {worst}" if mesh.pipeline > 1 else "it"
-    return _Draft(layout, stages, short_by, f"{where} is short by {_gib(short_by)}")
+    found = memory_of(layout, setting.sketch, setting.job.precision)
+    memory_bytes = {stage: memory.total for stage, memory in found.items()}
+    needed = [sum(memory_bytes[stage] for stage in layout.stages_of(rank)) for rank in range(mesh.pipeline)]
+    short_by, worst = max((size - _usable(setting.cluster, mesh, rank), rank) for rank, size in enumerate(needed))
+    one_each = layout.stages == mesh.pipeline
+    where = "it" if mesh.pipeline == 1 else f"stage {worst}" if one_each else f"pipeline rank {worst}"
+    return _Draft(layout, memory_bytes, short_by, f"{where} is short by {size_text(max(0, short_by))}")
 
 
 def _usable(cluster: Cluster, mesh: Mesh, rank: int) -> int:
@@ -201,47 +244,25 @@ def _usable(cluster: Cluster, mesh: Mesh, rank: int) -> int:
     return int(USABLE * min(device.memory_bytes for device in own))
 
 
-def _plan(draft: _Draft, job: Job, cluster: Cluster, sketch: Sketch, cost: CostModel, *notes: str) -> Plan:
-    layout = draft.layout
+def _plan(draft: _Draft, setting: _Setting, cost: CostModel, *notes: str) -> Plan:
+    layout, job, sketch = draft.layout, setting.job, setting.sketch
     return Plan(
-        cluster=cluster.text,
-        devices=len(cluster.devices),
+        cluster=setting.cluster.text,
+        devices=len(setting.cluster.devices),
         replicas=layout.mesh.replicas,
         shards=layout.mesh.shards,
-        stages=draft.stages,
+        stages=describe(layout, sketch, draft.memory_bytes),
         schedule=layout.schedule,
         micro_batches=layout.micro_batches,
         shard_mode=layout.shard_mode,
-        recompute=layout.recompute and len(draft.stages) == 1,
+        recompute=layout.recompute and layout.stages == 1,
         precision=job.precision,
         batch_size=job.batch_size,
         weighting=weighting_of(sketch),
         fingerprint=sketch.graph.graph.fingerprint if isinstance(sketch.graph, Chain) else "",
         notes=(*notes, *notes_of(layout, sketch)),
-        step_seconds=step_seconds(layout, sketch, cluster, cost),
+        step_seconds=step_seconds(layout, sketch, setting.cluster, cost),
     )
-
-
-def _slower(
-    found: Plan, rest: Sequence[Mesh], job: Job, cluster: Cluster, sketch: Sketch, asked: Asked, cost: CostModel
-) -> list[Alternative]:
-    """The next plans that fit as well, with their predicted time."""
-    others: list[Alternative] = []
-    for mesh in rest:
-        if len(others) == COMPARED or found.step_seconds is None:
-            break
-        if _refused(mesh, job, sketch, asked):
-            continue
-        draft = _first_that_fits(mesh, job, cluster, sketch, asked)
-        seconds = step_seconds(draft.layout, sketch, cluster, cost)
-        if draft.short_by <= 0 and seconds is not None:
-            reason = f"predicted {seconds:.3g} s a step, against {found.step_seconds:.3g} s; simpler plans come first"
-            others.append(Alternative(name=str(mesh), reason=reason))
-    return others
-
-
-def _with(plan: Plan, alternatives: Sequence[Alternative]) -> Plan:
-    return replace(plan, alternatives=tuple(alternatives))
 
 
 def _no_plan(cluster: Cluster, lost: Sequence[Alternative]) -> str:
@@ -249,7 +270,3 @@ def _no_plan(cluster: Cluster, lost: Sequence[Alternative]) -> str:
         return f"no plan for {cluster.text} as {lost[0].name}: {lost[0].reason}"
     lines = "\n".join(f"  {one.name}: {one.reason}" for one in lost)
     return f"no plan for {cluster.text}:\n{lines}\nadd devices, or devices with more memory"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 from shardwise.errors import PlanError
 
@@ -18,6 +18,13 @@ class Mesh:
     def data_ranks(self) -> int:
         return self.replicas * self.shards
 
+    @property
+    def kind(self) -> Literal["replicas", "shards", "pipeline"]:
+        """By what it does to the model: nothing, shares of every parameter, or stages."""
+        if self.pipeline > 1:
+            return "pipeline"
+        return "shards" if self.shards > 1 else "replicas"
+
     def __str__(self) -> str:
         parts = [
             (self.pipeline, "pipeline ranks"),
@@ -31,8 +38,6 @@ def meshes(devices: int, pipeline: int | None, replicas: int | None, shards: int
     """All meshes of `devices` with the given sizes, in the order in which to try them.
 
     Replicas alone come first: they run the module as it is. Then few shards, then few pipeline ranks, then both.
-    A size that is not given is free, but once another is, shards are not brought in unasked.
-
     raises:  PlanError where the given sizes do not divide the devices
     """
     given = {"pipeline": pipeline, "replicas": replicas, "shards": shards}

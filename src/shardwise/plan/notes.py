@@ -11,7 +11,9 @@ def weighting_of(sketch: Sketch) -> Weighting:
     if sketch.weighing is None:
         return "unchecked"
     # Refused ones stay whole: there is one micro-batch, whose weight does not matter.
-    return "samples" if isinstance(sketch.weighing, Refusal) else sketch.weighing.weighting
+    if isinstance(sketch.weighing, Refusal):
+        return "samples"
+    return "checked" if sketch.weighing.guards else sketch.weighing.weighting
 
 
 def notes_of(layout: Layout, sketch: Sketch) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from shardwise.job import Precision
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 ShardMode: TypeAlias = Literal["gathered", "regathered"]
-Weighting: TypeAlias = Literal["declared", "rewritten", "samples", "unchecked"]
+Weighting: TypeAlias = Literal["declared", "rewritten", "checked", "samples", "unchecked"]
 
 
 @final
@@ -56,7 +56,8 @@ class Plan:
     micro_batches:  of each data rank in a step
     shard_mode:     with shards: parameters stay gathered for the step, or are gathered each time they are used
     recompute:      with one stage: whether blocks run their forward pass again in the backward pass
-    weighting:      how micro-batches are weighed: as the loss declares; rewritten to (sum, weight); by samples;
+    weighting:      how micro-batches are weighed: as the loss declares; rewritten to (sum, weight); by samples,
+                    which is checked on each batch where labels could be ignored, or needs no check;
                     or by samples without being sure that this is right
     fingerprint:    of the graph that was cut, "" with one stage where nothing was captured
     notes:          what the user should know: what couples samples, why the model is not cut

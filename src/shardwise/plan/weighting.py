@@ -5,6 +5,7 @@ that division is the last thing that a loss does, the loss is rewritten to (sum,
 the weight of all micro-batches of the step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, final
@@ -110,18 +111,26 @@ def weight_of_batch(rewritten: Capture) -> fx.GraphModule | None:
     So a stage that runs the user's module as it is can weigh a scalar: value x weight is the sum, unless weight is 0.
     """
     weight = _leaves(rewritten.module.graph)[1]
-    if not isinstance(weight, fx.Node):
-        return None
-    needed = set(behind(weight))
+    return _part_of_batch(rewritten, [weight]) if isinstance(weight, fx.Node) else None
+
+
+def labels_of_batch(capture: Capture, guards: Sequence[Guard]) -> fx.GraphModule | None:
+    """The labels of `guards`, likewise."""
+    names = {node.name: node for node in capture.module.graph.nodes}
+    return _part_of_batch(capture, [names[guard.labels] for guard in guards])
+
+
+def _part_of_batch(capture: Capture, wanted: Sequence[fx.Node]) -> fx.GraphModule | None:
+    needed = {node for each in wanted for node in behind(each)}
     if any(node.op == "get_attr" and "name" in node.meta for node in needed):
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in rewritten.module.graph.nodes:
+    for node in capture.module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output((copies[weight],))
-    return fx.GraphModule(rewritten.module, graph)
+    graph.output(tuple(copies[each] for each in wanted))
+    return fx.GraphModule(capture.module, graph)
 
 
 def _output(graph: fx.Graph) -> fx.Node:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, LossError
 from shardwise.graph import Signature, Sizes, read
 from shardwise.job import Batch
 from shardwise.runtime.mesh import Mesh
@@ -33,7 +33,8 @@ class Agreed:
 def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count: int, step: int) -> Agreed:
     """Find or make the graph of each micro-batch. Every rank of the pipeline calls it; `batches` on the one that loads.
 
-    raises:  CaptureError, on every rank, where a graph cannot be made, or Python numbers differ between ranks
+    raises:  CaptureError, on every rank, where a graph cannot be made, or Python numbers differ between ranks;
+             LossError where a batch has labels that make samples the wrong weight
     """
     variants.refresh(step)
     source = mesh.pipeline_ranks[mesh.plan.placement[0]]
@@ -56,8 +57,14 @@ def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count
         row[2:] = _shared(torch.tensor(chosen), count, mesh, source)
     graphs = [variants.known[at] for at in row[2:]]
     length = sum(sum(graph.ranks) for graph in graphs)
+    faults = [graph.fault(tensors) for graph, (_, tensors) in zip(graphs, here, strict=False)]
     flat = [size for _, tensors in here for tensor in tensors for size in tensor.shape]
-    numbers = iter(_shared(torch.tensor(flat, dtype=torch.int64), length, mesh, source))
+    row = _shared(torch.tensor([any(faults), *flat], dtype=torch.int64), 1 + length, mesh, source)
+    if row[0]:
+        raise LossError(
+            f"step {step}: {next(filter(None, faults), f'rank {source} found a batch that it cannot weigh')}"
+        )
+    numbers = iter(row[1:])
     sizes = [tuple(tuple(next(numbers) for _ in range(rank)) for rank in graph.ranks) for graph in graphs]
     return Agreed(graphs, sizes, [tensors for _, tensors in here])
 

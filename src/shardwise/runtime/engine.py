@@ -24,6 +24,7 @@ from shardwise.runtime.diagnosis import inspecting
 from shardwise.runtime.executor import Work, run
 from shardwise.runtime.loss_scale import LossScale
 from shardwise.runtime.mesh import Mesh, tied_groups
+from shardwise.runtime.optimizer import make_optimizer
 from shardwise.runtime.program import Program, evaluating
 from shardwise.runtime.routes import links
 from shardwise.runtime.transport import TorchTransport
@@ -74,7 +75,7 @@ class Engine:
     def __init__(self, job: Job, plan: Plan, program: Program, mesh: Mesh) -> None:
         self.job, self.plan, self.program, self.mesh, self.device = job, plan, program, mesh, mesh.device
         trained = {name: p for name, p in program.parameters.items() if p.requires_grad}
-        self.optimizer: Optimizer | None = job.optimizer(list(trained.items())) if trained else None
+        self.optimizer: Optimizer | None = make_optimizer(job, trained)
         self.scheduler: LRScheduler | None = (
             job.scheduler(self.optimizer) if job.scheduler is not None and self.optimizer is not None else None
         )

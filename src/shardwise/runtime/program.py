@@ -12,13 +12,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
-from shardwise.graph import Chain, Graph, Ports, autocast, cut
+from shardwise.graph import Graph, Ports, autocast, cut
 from shardwise.job import Job, objective
 from shardwise.plan import Plan
 from shardwise.runtime.mesh import Mesh
+from shardwise.runtime.recompute import recompute_module
 from shardwise.runtime.routes import whole
 from shardwise.runtime.stage import Stage, WholeStage
-from shardwise.runtime.variants import Variant, Variants, graph_stage, make_variant
+from shardwise.runtime.variants import Found, Variant, Variants, Weighs, graph_stage, make_variant
+from shardwise.runtime.weights import BatchWeights
 
 
 @final
@@ -50,6 +52,9 @@ class Program:
 def whole_program(job: Job, plan: Plan, model: nn.Module, mesh: DeviceMesh | None, device: torch.device) -> Program:
     """The user's module, whole, on `device`; sharded over `mesh` where there is one."""
     model.to(device)
+    if plan.recompute:
+        for block in _repeated_blocks(model):
+            recompute_module(block)
     sharded: list[FSDPModule] = []
     if mesh is not None:
         blocks = _repeated_blocks(model) if plan.shard_mode == "regathered" else []
@@ -62,8 +67,17 @@ def whole_program(job: Job, plan: Plan, model: nn.Module, mesh: DeviceMesh | Non
         trained={name: parameter.requires_grad for name, parameter in parameters.items()},
         of_stage={0: frozenset(parameters)},
         sharded=sharded,
-        whole=whole_variant(objective(job.loss), model, job, device),
+        whole=whole_variant(weighed_loss(job, plan, model, device), model, job, device),
     )
+
+
+def weighed_loss(job: Job, plan: Plan, model: nn.Module, device: torch.device) -> Callable[[Any, Any], Any]:
+    """The loss with its weight, which matters where a step has several micro-batches."""
+    function = objective(job.loss)
+    if plan.data_ranks * plan.micro_batches == 1 or plan.weighting not in ("rewritten", "checked"):
+        return function
+    weights = BatchWeights(function, model, job.precision, device)
+    return lambda model, batch: weights.apply(batch, function(model, batch))
 
 
 def whole_variant(function: Callable[[Any, Any], Any], model: nn.Module, job: Job, device: torch.device) -> Variant:
@@ -77,13 +91,14 @@ def whole_variant(function: Callable[[Any, Any], Any], model: nn.Module, job: Jo
         ranks=(),
         outputs=None,
         accepts=lambda signature, tensors: True,
+        fault=lambda fields: "",
     )
 
 
 def graph_program(
     job: Job,
     plan: Plan,
-    found: Chain,
+    found: Found,
     bounds: Sequence[int],
     model: nn.Module,
     mesh: Mesh,
@@ -91,7 +106,7 @@ def graph_program(
     device: torch.device,
 ) -> Program:
     """This rank's pieces of the graph, cut at `bounds`. What other ranks hold is dropped from `model`."""
-    ports = cut(found, bounds)
+    ports = cut(found.chain, bounds)
     mine = [number for number, stage in enumerate(plan.stages) if stage.rank == mesh.place.pipeline]
     owners = _owners(ports, plan)
     if shards is not None and any(sum(name in ports[number].parameters for number in mine) > 1 for name in owners):
@@ -134,7 +149,7 @@ def graph_program(
         holders=_holders(ports),
         mine=mine,
         make_stage=make_stage,
-        frozen=found.graph.capture.scalars,
+        frozen=found.chain.graph.capture.scalars,
     )
     variants.known.append(make_variant(found, bounds, variants))
     return Program(
@@ -164,14 +179,16 @@ def evaluating(program: Program) -> Iterator[None]:
 
 
 def forward_program(
-    job: Job, program: Program, function: Callable[[Any, Any], Any], device: torch.device
+    job: Job, program: Program, function: Callable[[Any, Any], Any], weighs: Weighs, device: torch.device
 ) -> Variant | Variants:
-    """Any `function(model, batch)`, to be run forward only over the stages that train.
+    """The job's loss ("weighed") or any `function(model, batch)`, to be run forward only over the stages that train.
 
     Its graphs are captured in evaluation mode, and cut where the parameters are.
     """
     if program.variants is None:
         assert program.whole is not None
+        if weighs == "weighed":
+            return program.whole
         stage = program.whole.stages[0]
         assert isinstance(stage, WholeStage)
         return whole_variant(function, stage.model, job, device)
@@ -191,6 +208,7 @@ def forward_program(
         holders=trained.holders,
         mine=trained.mine,
         make_stage=lambda graph, ports, number: graph_stage(graph, ports, resolve, (), device),
+        weighs=weighs,
         training=False,
     )
 

@@ -1,17 +1,17 @@
 """What one stage computes for one micro-batch: pieces of a graph, or the user's module as it is."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
 
 from shardwise.graph import WHOLE, Draws, Graph, Pieces, Ports, Result, mix, results
 from shardwise.job import Batch
+from shardwise.runtime.recompute import recomputed
 
 Values = Mapping[str, Tensor]
 
@@ -71,7 +71,8 @@ class GraphStage(nn.Module):
         for number, (segment, piece) in enumerate(zip(self.segments, self._pieces, strict=True)):
             inputs = [known[name] for name in piece.inputs]
             if number in self._recompute and torch.is_grad_enabled():
-                outputs = _recomputed(segment, piece.writes, draws, inputs)
+                written = [segment.get_buffer(name) for name in piece.writes]
+                outputs = recomputed(segment, written, draws, *inputs, own_draws=True)
             else:
                 outputs = segment(draws, *inputs)
             known.update(zip(piece.outputs, outputs, strict=True))
@@ -85,29 +86,6 @@ class GraphStage(nn.Module):
         for segment in self.segments:
             yield from segment.named_parameters()
             yield from ((name, buffer) for name, buffer in segment.named_buffers() if name in self.ports.buffers)
-
-
-def _recomputed(segment: nn.Module, writes: Sequence[str], draws: Draws, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Run `segment` and keep only its inputs; it runs again in the backward pass, where buffers stay as they are."""
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _unchanged([segment.get_buffer(name) for name in writes])
-
-    outputs: tuple[Tensor, ...] = checkpoint.checkpoint(
-        segment, draws, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-    )
-    return outputs
-
-
-@contextmanager
-def _unchanged(buffers: Sequence[Tensor]) -> Iterator[None]:
-    kept = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in zip(buffers, kept, strict=True):
-                buffer.copy_(before)
 
 
 @final

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,12 @@ from shardwise.job import Precision
 from shardwise.runtime.executor import Shape
 from shardwise.runtime.routes import Routes, routes
 from shardwise.runtime.stage import GraphStage, Stage
+from shardwise.runtime.weights import Fault, weighed
 
 MOST_VARIANTS = 16  # more kinds of batch than this are a size that should be padded, or kept open
+Weighs = Literal["weighed", "as it is"]
+"""Whether what is captured is a loss whose micro-batches are weighed."""
+
 MOST_CHANGES = 2  # of a Python number: the third is an error, since each costs a capture
 
 
@@ -47,6 +51,7 @@ class Variant:
     """One graph, cut over the stages; the stages of this rank ready to run.
 
     accepts:  whether a batch with these fields can run through it
+    fault:    what is wrong with such a batch, "" where nothing is
     outputs:  how the results nest, leaves left empty
     """
 
@@ -57,6 +62,7 @@ class Variant:
     ranks: Sequence[int]
     outputs: Any
     accepts: Callable[[Signature, Sequence[Tensor]], bool]
+    fault: Fault
 
 
 @final
@@ -68,6 +74,7 @@ class Variants:
     holders:    the stages that have each parameter: several where it is tied
     mine:       the stages of this rank
     make_stage: builds one of them
+    weighs:     whether the function is a loss whose micro-batches are weighed
     training:   the mode of the model while it is captured
     """
 
@@ -79,6 +86,7 @@ class Variants:
     holders: Mapping[str, frozenset[int]]
     mine: Sequence[int]
     make_stage: Callable[[Graph, Ports, int], Stage]
+    weighs: Weighs = "weighed"
     training: bool = True
     known: list[Variant] = field(default_factory=list)
     frozen: Mapping[str, object] | None = None
@@ -100,8 +108,8 @@ class Variants:
             )
         batch = signature.assemble([torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in signature.fields])
         with _mode(self.model, self.training):
-            found = capture_chain(self.function, self.model, batch, self.precision, self.device)
-        self.known.append(make_variant(found, bounds_by_owner(found, self.holders, self.stages), self))
+            found = capture_chain(self.function, self.model, batch, self.precision, self.device, self.weighs)
+        self.known.append(make_variant(found, bounds_by_owner(found.chain, self.holders, self.stages), self))
 
     def refresh(self, step: int) -> None:
         """Forget every graph where a Python number that it froze has changed.
@@ -138,23 +146,44 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
+@final
+@dataclass(frozen=True)
+class Found:
+    """A captured function, and the check of each batch that its weights rest on."""
+
+    chain: Chain
+    fault: Fault
+
+
 def capture_chain(
-    function: Callable[[Any, Any], Any], model: nn.Module, batch: Any, precision: Precision, device: torch.device
-) -> Chain:
-    """The chain of segments of `function(model, batch)`.
+    function: Callable[[Any, Any], Any],
+    model: nn.Module,
+    batch: Any,
+    precision: Precision,
+    device: torch.device,
+    weighs: Weighs,
+) -> Found:
+    """The chain of segments of `function(model, batch)`, with the loss weighed where it is one.
 
     raises:  CaptureError where it cannot be captured
     """
     captured = capture(function, model, batch, precision=precision, device=device.type)
     if isinstance(captured, Refusal):
         raise CaptureError(f"the loss cannot be cut into stages: {captured}; use a plan with one stage")
-    return chain(read_graph(captured, model, read(batch)[1]))
+    fault: Fault = _nothing_wrong
+    if weighs == "weighed":
+        captured, fault = weighed(captured)
+    return Found(chain(read_graph(captured, model, read(batch)[1])), fault)
 
 
-def make_variant(found: Chain, bounds: Sequence[int], variants: Variants) -> Variant:
+def _nothing_wrong(fields: Sequence[Tensor]) -> str:
+    return ""
+
+
+def make_variant(found: Found, bounds: Sequence[int], variants: Variants) -> Variant:
     """`found`, cut at `bounds`."""
-    graph = found.graph
-    ports = cut(found, bounds)
+    graph = found.chain.graph
+    ports = cut(found.chain, bounds)
     for number, stage in enumerate(ports):
         for name in stage.parameters:
             if number not in variants.holders.get(name, {number}):
@@ -173,6 +202,7 @@ def make_variant(found: Chain, bounds: Sequence[int], variants: Variants) -> Var
         ranks=[len(each.shape) for each in fields],
         outputs=pytree.tree_unflatten([None] * len(graph.outputs), graph.capture.outputs),
         accepts=_acceptance(graph),
+        fault=found.fault,
     )
 
 

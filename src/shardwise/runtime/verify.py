@@ -1,6 +1,7 @@
 """Compare a plan with its reference on the user's own model: one process, plain PyTorch, the same micro-batches."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,8 +11,9 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.graph import WHOLE, Draws, autocast, mix, seeding
-from shardwise.job import Batch, Job, terms
+from shardwise.job import Batch
 from shardwise.runtime.engine import Engine, Share
+from shardwise.runtime.program import weighed_loss
 
 # Of the largest gradient of the model. A sum of many terms in another order differs by a few units of the last place.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -58,7 +60,7 @@ def verify(engine: Engine, share: Share, batches: Sequence[Batch], samples: Sequ
     engine.forget()
     if gathered is None:
         return None
-    wanted_loss, wanted = reference(engine.job, batches, samples, engine.device, whole=engine.program.whole is not None)
+    wanted_loss, wanted = reference(engine, batches, samples)
     largest = max((float(gradient.abs().max()) for gradient in wanted.values() if gradient.numel()), default=1.0)
     differences = [
         Difference(name, _error(gathered.get(name), wanted.get(name), largest)) for name in {**wanted, **gathered}
@@ -70,28 +72,24 @@ def verify(engine: Engine, share: Share, batches: Sequence[Batch], samples: Sequ
     return Verdict(loss, wanted_loss, tuple(ordered), TOLERANCE[dtype])
 
 
-def reference(
-    job: Job, batches: Sequence[Batch], samples: Sequence[int], device: torch.device, *, whole: bool
-) -> tuple[float, Mapping[str, Tensor]]:
-    """Loss and gradients of the first step as one process computes them, micro-batch by micro-batch.
-
-    whole:  seed as plans with one stage do: once for each micro-batch; else each random op by itself
-    """
+def reference(engine: Engine, batches: Sequence[Batch], samples: Sequence[int]) -> tuple[float, Mapping[str, Tensor]]:
+    """Loss and gradients of the first step as one process computes them, micro-batch by micro-batch."""
+    job, device = engine.job, engine.device
     model = job.build().to(device)
+    loss = weighed_loss(job, engine.plan, model, device)
     total = weight = 0.0
     for number, (batch, size) in enumerate(zip(batches, samples, strict=True)):
-        on_device = _to_device(batch, device)
-        if whole:
-            torch.manual_seed(mix(job.seed, 0, number, WHOLE))
-            with autocast(job.precision, device.type):
-                found = terms(job.loss(model, on_device))
-        else:
-            with autocast(job.precision, device.type), seeding(Draws(job.seed, 0, number, device)):
-                found = terms(job.loss(model, on_device))
-        factor = size if found.weight is None else 1
-        (found.value * factor).backward()
-        total += float(found.value.detach()) * factor
-        weight += size if found.weight is None else float(found.weight)
+        with ExitStack() as stack:
+            if engine.program.whole is not None:
+                torch.manual_seed(mix(job.seed, 0, number, WHOLE))
+            else:
+                stack.enter_context(seeding(Draws(job.seed, 0, number, device)))
+            stack.enter_context(autocast(job.precision, device.type))
+            found = loss(model, _to_device(batch, device))
+        factor = size if found["weight"] is None else 1
+        (found["value"] * factor).backward()
+        total += float(found["value"].detach()) * factor
+        weight += size if found["weight"] is None else float(found["weight"])
     return total / weight, {name: p.grad / weight for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.cluster import Cluster, local_cluster
 from shardwise.errors import PlanError
 from shardwise.job import Batch, Job, objective
 from shardwise.plan import Plan, load, make_plan, positions
-from shardwise.runtime import Engine, capture_chain, graph_program, make_mesh, whole_program
+from shardwise.runtime import Engine, Mesh, Program, capture_chain, graph_program, make_mesh, whole_program
+from shardwise.runtime.pretrained import fill, names_of
 from shardwise.session.group import Membership
 
 
@@ -20,9 +22,9 @@ def agree_on_plan(job: Job, plan: Plan | Path | str, example: Batch | None, memb
     The first rank makes it, and the others take it.
     """
     if isinstance(plan, Plan):
-        return _checked(plan, job)
+        return _checked(plan, job, member)
     if plan != "auto":
-        return _checked(load(plan), job)
+        return _checked(load(plan), job, member)
     made: list[Any] = [None]
     if member.rank == 0:
         made = [_attempt(job, example, member)]
@@ -46,7 +48,12 @@ def _cluster(member: Membership) -> Cluster:
     return local_cluster(member.world_size)
 
 
-def _checked(plan: Plan, job: Job) -> Plan:
+def _checked(plan: Plan, job: Job, member: Membership) -> Plan:
+    if member.device.type == "cpu" and "cpu" not in plan.cluster:
+        raise PlanError(
+            f"the plan is for {plan.cluster}, but this machine has no CUDA device; make it for the CPU: "
+            f'--cluster "{member.world_size}x cpu"'
+        )
     for name in ("batch_size", "precision"):
         mine, theirs = getattr(job, name), getattr(plan, name)
         if mine != theirs:
@@ -64,12 +71,20 @@ def build_engine(job: Job, plan: Plan, example: Batch | None, member: Membership
     """
     mesh = make_mesh(plan, member.device)
     model = job.build()
-    if len(plan.stages) == 1:
-        return Engine(job, plan, whole_program(job, plan, model, _shards(plan, member), member.device), mesh)
-    found = capture_chain(objective(job.loss), model, _agree_on_example(example, member), job.precision, member.device)
-    bounds = positions(plan, found)
-    program = graph_program(job, plan, found, bounds, model, mesh, _shards(plan, member), member.device)
+    names = names_of(model)
+    program = _program(job, plan, model, example, mesh, member)
+    if job.weights is not None:
+        fill({**program.parameters, **program.buffers}, names, Path(job.weights))
     return Engine(job, plan, program, mesh)
+
+
+def _program(job: Job, plan: Plan, model: nn.Module, example: Batch | None, mesh: Mesh, member: Membership) -> Program:
+    if len(plan.stages) == 1:
+        return whole_program(job, plan, model, _shards(plan, member), member.device)
+    agreed = _agree_on_example(example, member)
+    found = capture_chain(objective(job.loss), model, agreed, job.precision, member.device, "weighed")
+    bounds = positions(plan, found.chain)
+    return graph_program(job, plan, found, bounds, model, mesh, _shards(plan, member), member.device)
 
 
 def _shards(plan: Plan, member: Membership) -> DeviceMesh | None:

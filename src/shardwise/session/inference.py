@@ -8,7 +8,8 @@ from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from shardwise.job import Batch, Job, objective
-from shardwise.runtime import Engine, Share, forward_program
+from shardwise.runtime import Engine, Share, Variant, Variants, forward_program
+from shardwise.runtime.variants import Weighs
 
 
 @final
@@ -17,16 +18,17 @@ class Inference:
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self._engine, self._job = engine, job
-        self._evaluation = forward_program(job, engine.program, objective(job.loss), engine.device)
-        self._functions: dict[Any, Any] = {}
+        self._loss = objective(job.loss)
+        self._programs: dict[Any, Variant | Variants] = {}
 
     def evaluate(self, shares: Iterator[Share]) -> tuple[float, Mapping[str, float], int]:
         """Loss, metrics and number of samples of one pass."""
+        program = self._program(self._loss, "weighed")
         loss = weight = 0.0
         samples = 0
         sums: dict[str, float] = {}
         for share in shares:
-            results = self._engine.forward(share, 0, self._evaluation)
+            results = self._engine.forward(share, 0, program)
             value, terms, metrics = self._engine.totals(share, results)
             loss, weight, samples = loss + value, weight + terms, samples + share.total
             for name, mean in metrics.items():
@@ -35,15 +37,20 @@ class Inference:
 
     def predict(self, shares: Iterator[Share], function: Callable[[Any, Batch], Any]) -> list[Any]:
         """On rank 0, the results of each batch, one for each micro-batch in order."""
-        if function not in self._functions:
-            self._functions[function] = forward_program(self._job, self._engine.program, function, self._engine.device)
-        program = self._functions[function]
+        program = self._program(function, "as it is")
         gathered = []
         for share in shares:
             results = self._engine.forward(share, 0, program)
             here = [(share.first + at, _to_host(result)) for at, result in results.items()]
             gathered.append(_to_first_rank(here))
         return [[result for _, result in sorted(batch, key=lambda each: each[0])] for batch in gathered if batch]
+
+    def _program(self, function: Callable[[Any, Any], Any], weighs: Weighs) -> Variant | Variants:
+        program = self._engine.program
+        # Stages with shards are evaluated on gathered copies, which are stale after the next step.
+        if function not in self._programs or (program.sharded and program.variants is not None):
+            self._programs[function] = forward_program(self._job, program, function, weighs, self._engine.device)
+        return self._programs[function]
 
 
 def _to_host(result: Any) -> Any:

@@ -1,0 +1,130 @@
+"""Our runtime against torch.distributed.pipelining by hand: same cut, same schedule, same model, in turn.
+
+    OMP_NUM_THREADS=1 python benchmarks/pipeline_overhead.py [--rounds 30] [--json]
+
+Two processes, 1F1B, 8 micro-batches, an activation of 1 MiB between the stages. Both do whole steps: forward, backward,
+SGD. Ours also sums the loss over ranks, takes the norm of the gradient, and agrees on the sizes of the batch.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import asdict
+
+import torch
+from measuring import Ratio, machine, ratio, seconds
+from torch import distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import shardwise
+from shardwise.session.build import build_engine
+from shardwise.session.group import Membership
+from shardwise.runtime import Share
+
+WIDTH, ROWS, MICRO_BATCHES, LAYERS = 256, 1024, 8, 4
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).pow(2).mean()
+
+
+def compare(rank: int, folder: str, rounds: int, repeats: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(2, MICRO_BATCHES * ROWS, WIDTH)
+    ours, theirs = _ours(rank, inputs, targets), _theirs(rank, inputs, targets)
+    times: tuple[list[float], list[float]] = ([], [])
+    for round_number in range(rounds + 2):
+        for at, run in enumerate((ours, theirs)):
+            dist.barrier()
+            taken = seconds(run, repeats)
+            if round_number >= 2:  # the first rounds warm up
+                times[at].append(taken)
+    if rank == 0:
+        with open(f"{folder}/times.json", "w") as file:
+            json.dump({"ours": times[0], "theirs": times[1], "stage_ms": _stage_milliseconds()}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _ours(rank: int, inputs: torch.Tensor, targets: torch.Tensor):
+    job = shardwise.Job(
+        model=build,
+        loss=lambda model, batch: square(model(batch["x"]), batch["y"]),
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+        batch_size=len(inputs),
+    )
+    example = {"x": inputs[:ROWS], "y": targets[:ROWS]}
+    plan = shardwise.make_plan(
+        job, "2x cpu", example, pipeline=2, micro_batches=MICRO_BATCHES, schedule="1f1b", cuts=[f"before {LAYERS // 2}"]
+    )
+    engine = build_engine(job, plan, example, Membership(rank, 2, torch.device("cpu"), made=False))
+    batches = [{"x": x, "y": y} for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True)]
+    share = Share(batches if rank == 0 else None, [ROWS] * MICRO_BATCHES, 0, len(inputs))
+    return lambda: engine.step(share, 0)
+
+
+def _theirs(rank: int, inputs: torch.Tensor, targets: torch.Tensor):
+    half = LAYERS // 2
+    part = build()[rank * half : (rank + 1) * half]
+    optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=square)
+
+    def run() -> None:
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def _stage_milliseconds() -> float:
+    """Forward and backward of one micro-batch through one stage, alone."""
+    part, batch = build()[: LAYERS // 2], torch.randn(ROWS, WIDTH)
+    times = [seconds(lambda: part(batch).sum().backward(), 1) for _ in range(20)]
+    return 1000 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=5, help="steps in a row in each round")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(compare, (folder, options.rounds, options.repeats), nprocs=2)
+        with open(f"{folder}/times.json") as file:
+            times = json.load(file)
+    found: Ratio = ratio(times["ours"], times["theirs"])
+    result = {
+        "machine": machine(),
+        "boundary_bytes": ROWS * WIDTH * 4,
+        "stage_ms": times["stage_ms"],
+        "ours_ms": 1000 * statistics.median(times["ours"]),
+        "theirs_ms": 1000 * statistics.median(times["theirs"]),
+        "ratio": asdict(found),
+    }
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"forward and backward of a micro-batch in a stage: {result['stage_ms']:.1f} ms; boundary 1 MiB")
+    print(f"ours {result['ours_ms']:.1f} ms a step, torch.distributed.pipelining {result['theirs_ms']:.1f} ms")
+    print(f"ratio {found.median:.3f}, 95 % interval {found.low:.3f} to {found.high:.3f}, {found.rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()
