@@ -14,15 +14,15 @@ import tempfile
 from dataclasses import asdict
 
 import torch
-from measuring import Ratio, machine, ratio, seconds
 from torch import distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import shardwise
+from measuring import Ratio, machine, ratio, seconds
+from shardwise.runtime import Share
 from shardwise.session.build import build_engine
 from shardwise.session.group import Membership
-from shardwise.runtime import Share
 
 WIDTH, ROWS, MICRO_BATCHES, LAYERS = 256, 1024, 8, 4
 

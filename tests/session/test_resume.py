@@ -1,0 +1,79 @@
+"""A run that is killed and started again ends where the undisturbed run ends."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpoint import load_part, open_latest
+
+SCRIPT = Path(__file__).parent / "resumed.py"
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "killed"),
+    [
+        (2, "1:4"),
+        pytest.param(1, "1:4", marks=pytest.mark.slow),
+        pytest.param(1, "0:2", marks=pytest.mark.slow),
+        pytest.param(2, "0:2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_is_named_ends_at_once_and_resumes_to_the_same_bits(tmp_path, pipeline, killed):
+    undisturbed = run(tmp_path / "undisturbed", pipeline)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    broken = run(tmp_path / "killed", pipeline, "--kill", killed)
+    rank, step = killed.split(":")
+    assert broken.returncode == 1
+    assert f"rank {rank} of 2" in broken.stderr
+    assert "SIGKILL" in broken.stderr
+    assert broken.seconds_after_kill < 15
+    resumed = run(tmp_path / "killed", pipeline)
+    assert resumed.returncode == 0, resumed.stderr
+    first = int(re.search(r"rank 0 step (\d+)", resumed.stdout).group(1))
+    assert first in (int(step), int(step) + 1)  # the step of the kill was saved, or its save was still under way
+    assert parameters(tmp_path / "killed") == parameters(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_another_job_in_the_same_run_folder_is_an_error(tmp_path):
+    run(tmp_path, 1)
+    script = tmp_path / "other.py"
+    script.write_text(SCRIPT.read_text().replace("seed=1", "seed=2"))
+    found = run(tmp_path, 1, script=script)
+    assert found.returncode == 1
+    assert "is of another job (seed: 1 there, 2 here)" in found.stderr
+    assert "--fresh" in found.stderr
+
+
+class Finished:
+    def __init__(self, process: subprocess.CompletedProcess[str], seconds: float) -> None:
+        self.returncode, self.stdout, self.stderr = process.returncode, process.stdout, process.stderr
+        self.seconds_after_kill = seconds
+
+
+def run(folder: Path, pipeline: int, *arguments: str, script: Path = SCRIPT) -> Finished:
+    command = [sys.executable, "-m", "shardwise.cli", "train", str(script), "--devices", "2", "--run", str(folder)]
+    command += ["--save-every", "1", "--", "--steps", str(STEPS), "--pipeline", str(pipeline), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    records = folder / "metrics.jsonl"
+    return Finished(process, time.time() - records.stat().st_mtime if records.exists() else 0.0)
+
+
+def parameters(folder: Path) -> dict[str, list[float]]:
+    """Every tensor of the last checkpoint, bit for bit."""
+    found = open_latest(folder)
+    assert found is not None
+    assert found.step == STEPS
+    state = {
+        name: torch.empty(entry.shape, dtype=entry.dtype)
+        for name, entry in found.entries.items()
+        if name.startswith(("model/", "optimizer/")) and entry.dtype.is_floating_point
+    }
+    load_part(found, state)
+    return {name: tensor.tolist() for name, tensor in state.items()}
