@@ -145,6 +145,20 @@ def test_recomputing_keeps_less():
     assert make_plan(job(), "1x cpu", batch(), recompute=True).recompute
 
 
+def test_half_precision_keeps_a_copy_of_the_weights_for_each_micro_batch_in_flight():
+    """Of 16 micro-batches GPipe holds all and 1F1B two on the first rank: 14 sets of activations and copies more."""
+    asked = {"pipeline": 2, "micro_batches": 16}
+    full, half = (
+        [make_plan(job(precision=precision), "2x cpu", batch(), schedule=schedule, **asked).stages[0].memory_bytes
+         for schedule in ("gpipe", "1f1b")]
+        for precision in ("fp32", "bf16")
+    )  # fmt: skip
+    weights = sum(parameter.nbytes for block in list(Net().blocks)[:2] for parameter in block.parameters())
+    activations = (full[0] - full[1]) // 14
+    assert (full[0] - full[1]) % 14 == (half[0] - half[1]) % 14 == 0
+    assert weights // 2 < (half[0] - half[1]) // 14 <= activations + weights // 2
+
+
 def test_the_slower_device_gets_less():
     plan = make_plan(job(), "1x h100-80gb + 1x l4", batch(), pipeline=2)
     assert plan.stages[0].flops > 2 * plan.stages[1].flops

@@ -209,7 +209,8 @@ def test_a_number_that_keeps_changing_is_asked_for_in_the_batch():
         function=function, model=model, precision="fp32", device=torch.device("cpu"), stages=1, holders={}, mine=(),
         make_stage=lambda graph, ports, number: None, weighs="as it is",
     )  # fmt: skip
-    capture_chain(function, model, EXAMPLE, "fp32", torch.device("cpu"), "as it is")
+    found = capture_chain(function, model, EXAMPLE, "fp32", torch.device("cpu"), "as it is")
+    variants.frozen = found.chain.graph.capture.scalars
     variants.refresh(0)
     for step_number in (1, 2):
         state["beta"] += 0.1

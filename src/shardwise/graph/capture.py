@@ -7,22 +7,24 @@ the batch stay symbols wherever the loss allows it, so that one graph serves mic
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph import signature
 from shardwise.graph.fakes import faked
-from shardwise.graph.scalars import scalars
+from shardwise.graph.regions import inner_ops
+from shardwise.graph.scalars import noted_reads, scalars, without_unread
 from shardwise.graph.signature import Signature
-from shardwise.graph.watch import Refusal, RefusedError, user_line, watched
+from shardwise.graph.watch import Refusal, RefusedError, refuse_hooks, user_line, watched
 from shardwise.job import Batch, Precision
 
 Function = Callable[[Any, Batch], Any]
@@ -40,7 +42,7 @@ class Capture:
     dynamic:     per field, which dimensions may differ from the example
     outputs:     how what the function returned nests; its leaves are the graph's outputs
     guards:      raises where a batch's sizes are outside what the graph was captured for
-    scalars:     the Python numbers that the capture froze, by where they stand
+    scalars:     the Python numbers that the capture may have frozen, by where they stand
     """
 
     module: fx.GraphModule
@@ -49,6 +51,28 @@ class Capture:
     outputs: pytree.TreeSpec
     guards: Callable[..., None] | None
     scalars: Mapping[str, object]
+
+    def accepts(self, signature: Signature, tensors: Sequence[Tensor]) -> bool:
+        """Whether this graph is right for a batch with these fields."""
+        if signature.frozen != self.signature.frozen:
+            return False
+        for mine, given, dynamic in zip(self.signature.sizes, signature.sizes, self.dynamic, strict=True):
+            for at, (size, other) in enumerate(zip(mine, given, strict=True)):
+                # A size of 0 or 1 may take another branch or broadcast: it is right only where it was captured so.
+                if size != other and (at not in dynamic or other < 2):
+                    return False
+        if self.guards is not None:
+            try:
+                self.guards(*tensors)
+            except AssertionError:
+                return False
+        return True
+
+    def fill_constants(self, real: Callable[[Tensor], Tensor]) -> None:
+        """Give the graph the values of constants that were fake while it was captured."""
+        for node in self.module.graph.nodes:
+            if isinstance(node.meta.get("value"), Tensor):
+                node.meta["value"] = real(node.meta["value"])
 
 
 def capture(
@@ -62,11 +86,12 @@ def capture(
     shape, tensors = signature.read(batch)
     results = _Results()
     try:
-        with faked(model, tensors) as fakes:
-            with watched(model) as recorder, _quiet(), autocast(precision, device):
-                program = _export(_Wrapper(function, model, shape, results), fakes)
+        refuse_hooks(model)
+        with faked(model, tensors, device) as fakes:
+            with watched() as recorder, noted_reads() as read, _quiet(), autocast(precision, device):
+                program = _export(_Wrapper(function, model, shape, before, results), fakes)
             module = program.module()
-            recorder.restore(module.graph)
+            recorder.restore(module)
             guards = _take_guards(module)
             _rename(module, model)
     except RefusedError as refused:
@@ -75,13 +100,12 @@ def capture(
         raise
     except Exception as error:
         return Refusal(_first_line(error), user_line(error.__traceback__))
-    changed = _differences(before, scalars(function, model))
-    if changed:
+    if results.changed:
         return Refusal(
-            f"the forward pass changes {changed[0]} in Python, which a graph would freeze; keep it in a buffer"
+            f"the forward pass changes {results.changed[0]} in Python, which a graph would freeze; keep it in a buffer"
         )
     _drop_what_only_export_needs(module)
-    return Capture(module, shape, _dynamic(module), results.tree, guards, before)
+    return Capture(module, shape, _dynamic(module), results.tree, guards, without_unread(before, model, read))
 
 
 def autocast(precision: Precision, device: str) -> torch.autocast:
@@ -93,15 +117,32 @@ def autocast(precision: Precision, device: str) -> torch.autocast:
 
 @final
 class _Wrapper(nn.Module):
-    """The function as a module of flat tensors, the form that export takes; `results` tells how its results nest."""
+    """The function as a module of flat tensors, the form that export takes.
 
-    def __init__(self, function: Function, model: nn.Module, shape: Signature, results: "_Results") -> None:
+    before:   the Python numbers within reach of the function
+    results:  is filled in as it runs
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        model: nn.Module,
+        shape: Signature,
+        before: Mapping[str, object],
+        results: "_Results",
+    ) -> None:
         super().__init__()
         self.train(model.training)
         self.model = model
 
         def run(*tensors: Tensor) -> list[Any]:
-            leaves, results.tree = pytree.tree_flatten(function(model, shape.assemble(tensors)))
+            try:
+                leaves, results.tree = pytree.tree_flatten(function(model, shape.assemble(tensors)))
+            except GuardOnDataDependentSymNode as error:
+                # Said here: on its way out of torch it would print the graph so far, all of it.
+                raise RefusedError(Refusal(_ASKS_FOR_A_VALUE, user_line(error.__traceback__))) from error
+            # Seen here: behind this, export puts attributes of modules back.
+            results.changed = _differences(before, scalars(function, model))
             return leaves
 
         self._run = run
@@ -110,9 +151,18 @@ class _Wrapper(nn.Module):
         return self._run(*tensors)
 
 
+_ASKS_FOR_A_VALUE = (
+    "Python asks for the value of a tensor, to branch on it or to take it as a size, which is not known while a graph "
+    "is captured; choose with torch.where, or pass the value in the batch as a plain number"
+)
+
+
 @final
 class _Results:
+    """What the function left behind: how its results nest, and which Python numbers it changed."""
+
     tree: pytree.TreeSpec
+    changed: Sequence[str]
 
 
 def _export(wrapper: _Wrapper, tensors: list[Tensor]) -> torch.export.ExportedProgram:
@@ -176,14 +226,7 @@ def _rename(module: fx.GraphModule, model: nn.Module) -> None:
             node.meta["name"] = canonical[node.target]
             node.meta["tensor"] = tensors[node.meta["name"]]
         elif node.op == "get_attr":
-            node.meta["value"] = _attribute(module, str(node.target))
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+            node.meta["value"] = attrgetter(str(node.target))(module)
 
 
 def _drop_what_only_export_needs(module: fx.GraphModule) -> None:
@@ -195,15 +238,16 @@ def _drop_what_only_export_needs(module: fx.GraphModule) -> None:
         if node.target is torch.ops.aten.lift_fresh_copy.default:
             # Each run gets a copy of its own of an inline constant: later ops may write to it.
             node.target = torch.ops.aten.clone.default
-    graph.eliminate_dead_code(_has_effect)
+    graph.eliminate_dead_code(lambda node: _has_effect(module, node))
     graph.lint()
 
 
 _CHECKS = ("aten._assert", "aten.sym_constrain", "_operator.ge", "_operator.le")
 
 
-def _has_effect(node: fx.Node) -> bool:
-    return node.is_impure() or node.op in ("placeholder", "output")
+def _has_effect(module: fx.GraphModule, node: fx.Node) -> bool:
+    impure = node.is_impure() or any(inner.is_impure() for inner in inner_ops(module, node))
+    return impure or node.op in ("placeholder", "output")
 
 
 def _dynamic(module: fx.GraphModule) -> tuple[frozenset[int], ...]:

@@ -11,8 +11,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 @contextmanager
-def faked(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Let `model` hold fake parameters and buffers, and give fakes of `tensors`; ties stay ties.
+def faked(model: nn.Module, tensors: Sequence[Tensor], device: str) -> Iterator[list[Tensor]]:
+    """Let `model` hold fake parameters and buffers on `device`, and give fakes of `tensors`; ties stay ties.
 
     Sharded parameters and those that were dropped because another rank has them are captured like any other. Tensors
     that are neither, such as plain attributes, stay real: a graph needs their values. A model that was built of fake
@@ -24,14 +24,14 @@ def faked(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]
     for module in model.modules():
         for tensors_of_module in (module._parameters, module._buffers):
             for name, value in tensors_of_module.items():
-                if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                if isinstance(value, Tensor) and not _serves(value, device):
                     kept.append((tensors_of_module, name, value))
     try:
         for owner, name, value in kept:
             if id(value) not in fakes:
-                fakes[id(value)] = _fake(value, mode)
+                fakes[id(value)] = _fake(value, mode, device)
             owner[name] = fakes[id(value)]
-        yield [tensor if isinstance(tensor, FakeTensor) else _fake(tensor, mode) for tensor in tensors]
+        yield [tensor if _serves(tensor, device) else _fake(tensor, mode, device) for tensor in tensors]
     finally:
         for owner, name, value in kept:
             owner[name] = value
@@ -41,9 +41,13 @@ def _mode_of(model: nn.Module) -> FakeTensorMode | None:
     return next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), None)
 
 
-def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
+def _serves(value: Tensor, device: str) -> bool:
+    return isinstance(value, FakeTensor) and value.device.type == device
+
+
+def _fake(value: Tensor, mode: FakeTensorMode, device: str) -> Tensor:
     with mode:
-        fake = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(fake, requires_grad=value.requires_grad)
     return fake

@@ -6,7 +6,7 @@ activations are what autograd packs; random draws are the random ops that are di
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -126,7 +126,6 @@ def _run(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storag
         _backward(results, leaves)
     storages = {storage(result): result for result in results}
     given = {place for source in node.all_input_nodes for place in readings[source].outputs}
-    written = frozenset(place for source in writes for place in readings[source].outputs)
     needs_grad = any(result.requires_grad for result in results) or (
         bool(writes) and any(readings[source].needs_grad for source in node.all_input_nodes)
     )
@@ -138,7 +137,7 @@ def _run(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storag
         saved=saved,
         outputs=tuple(storage(result) for result in results),
         bytes_out=sum(_bytes(result) for place, result in storages.items() if place not in given),
-        writes=written,
+        writes=frozenset(forward.written & given),
         draws=forward.draws,
         needs_grad=needs_grad,
         value=value,
@@ -157,20 +156,28 @@ def _backward(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
-    """The inputs that the op writes to."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    """The inputs that the op says it writes to: they cannot be leaves. What it writes below that is seen as it runs."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return set()
-    written: set[fx.Node] = set()
-    for argument, given in zip(target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.update(item for item in pytree.tree_leaves(given) if isinstance(item, fx.Node))
-    # The schemas of these do not tell that they update the running statistics.
-    if target is torch.ops.aten.batch_norm.default and node.args[5]:
-        written.update(item for item in node.args[3:5] if isinstance(item, fx.Node))
-    if target is torch.ops.aten.instance_norm.default and node.args[5]:
-        written.update(item for item in node.args[3:5] if isinstance(item, fx.Node))
+    given = pytree.tree_leaves(_written_arguments(node.target, node.args, node.kwargs))
+    return {item for item in given if isinstance(item, fx.Node)}
+
+
+def _written_arguments(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of the arguments that `target` writes to."""
+    named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    written = [
+        named[argument.name]
+        for argument in target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
+    ]
+    if target in _BATCH_NORMS and named["training"]:
+        written += [named["running_mean"], named["running_var"]]
     return written
+
+
+# Their schemas do not tell that they update the running statistics.
+_BATCH_NORMS = frozenset({torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default})
 
 
 def _only_from_weights(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storage]) -> bool:
@@ -201,6 +208,7 @@ class _Counter(TorchDispatchMode):
 
     flops: int = 0
     draws: int = 0
+    written: set[Storage] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
@@ -213,6 +221,8 @@ class _Counter(TorchDispatchMode):
         if count is not None:
             self.flops += int(count(*args, **(kwargs or {}), out_val=result))
         self.draws += torch.Tag.nondeterministic_seeded in function.tags
+        written = pytree.tree_leaves(_written_arguments(function, args, kwargs or {}))
+        self.written.update(storage(tensor) for tensor in written if isinstance(tensor, Tensor))
         return result
 
 

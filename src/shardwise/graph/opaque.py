@@ -55,15 +55,24 @@ class Recorder:
     def forget(self) -> None:
         _recorders.pop(id(self), None)
 
-    def restore(self, graph: fx.Graph) -> None:
-        """Put the user's code where its op stands in `graph`."""
-        for node in list(graph.nodes):
-            if node.target is torch.ops.shardwise.opaque.default:
-                node.target = _named(self.functions[node.args[2]], f"opaque_{node.args[2]}")
-                node.args = (node.args[0],)
-            elif node.target is torch.ops.shardwise.hook.default:
-                node.target = _named(_register(self.hooks[node.args[2]]), f"hook_{node.args[2]}")
-                node.args = (node.args[0],)
+    def restore(self, module: fx.GraphModule) -> None:
+        """Put the user's code where its op stands, in the graph of `module` and in those of its regions."""
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                marks = [node for node in part.graph.nodes if node.target in _MARKS]
+                for node in marks:
+                    self._put_back(node)
+                if marks:
+                    part.recompile()
+
+    def _put_back(self, node: fx.Node) -> None:
+        inputs, _, number = node.args
+        assert isinstance(number, int)
+        if node.target is torch.ops.shardwise.opaque.default:
+            node.target = _named(self.functions[number], f"opaque_{number}")
+        else:
+            node.target = _named(_register(self.hooks[number]), f"hook_{number}")
+        node.args = (inputs,)
 
 
 # The ops take numbers only, so the fake kernel finds its recorder here for as long as the capture runs.
@@ -85,6 +94,7 @@ for _name, _kernel in (("opaque", _run_opaque), ("hook", _run_hook)):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardwise::{_name}", _kernel, lib=_library)
 torch.fx.node.has_side_effect(torch.ops.shardwise.hook.default)
+_MARKS = (torch.ops.shardwise.opaque.default, torch.ops.shardwise.hook.default)
 
 
 def _register(function: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:

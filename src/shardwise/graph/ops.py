@@ -1,7 +1,6 @@
 """The captured graph as a list of ops in the order of execution, with what each costs and where it may be cut."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -9,10 +8,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from shardwise.graph.capture import Capture
+from shardwise.graph.fingerprint import fingerprint
 from shardwise.graph.meter import Reading, measure
+from shardwise.graph.regions import inner_ops
 
 REPLICATED_SHARE = 0.01  # of all FLOPs: a value of the batch that costs more is computed once and sent
 
@@ -126,7 +126,7 @@ def read_graph(capture: Capture, model: nn.Module, inputs: Sequence[Tensor]) -> 
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     replicated = _replicated(calls, readings)
     nodes = tuple(node for node in calls if node not in replicated)
-    ops = tuple(_op(node, readings[node]) for node in nodes)
+    ops = tuple(_op(module, node, readings[node]) for node in nodes)
     draws, first_draw = 0, {}
     for node in nodes:
         first_draw[node.name] = draws
@@ -145,7 +145,7 @@ def read_graph(capture: Capture, model: nn.Module, inputs: Sequence[Tensor]) -> 
         first_draw=first_draw,
         written=frozenset(_written_buffers(module, readings)),
         needs_grad={node: reading.needs_grad for node, reading in readings.items()},
-        fingerprint=_fingerprint(module),
+        fingerprint=fingerprint(module),
     )
 
 
@@ -157,11 +157,11 @@ def _copy_written_inputs(module: fx.GraphModule, readings: Mapping[fx.Node, Read
     """Let ops that write to the batch (`labels[mask] = -100`) write to a copy: the batch has other readers."""
     written = {place for reading in readings.values() for place in reading.writes}
     changed = False
-    for node in [node for node in module.graph.nodes if node.op == "placeholder"]:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
         if written.isdisjoint(readings[node].outputs):
             continue
-        last = [other for other in module.graph.nodes if other.op in ("placeholder", "get_attr")][-1]
-        with module.graph.inserting_after(last):
+        with module.graph.inserting_after(placeholders[-1]):
             copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
@@ -191,11 +191,11 @@ def _from_batch(
     return node.op == "placeholder" or node in replicated
 
 
-def _op(node: fx.Node, reading: Reading) -> Op:
+def _op(module: fx.GraphModule, node: fx.Node, reading: Reading) -> Op:
     return Op(
         name=node.name,
         target=str(node.target),
-        calls=_calls(node),
+        calls=_calls(module, node),
         parameters=tuple(source.meta["name"] for source in node.all_input_nodes if _is_parameter(source)),
         flops_forward=reading.flops_forward,
         flops_backward=reading.flops_backward,
@@ -209,8 +209,10 @@ def _is_parameter(node: fx.Node) -> bool:
     return isinstance(node.meta.get("tensor"), nn.Parameter)
 
 
-def _calls(node: fx.Node) -> tuple[str, ...]:
-    stack = node.meta.get("nn_module_stack") or {}
+def _calls(module: fx.GraphModule, node: fx.Node) -> tuple[str, ...]:
+    """A region is part of the calls that its first op is part of."""
+    first = node if "nn_module_stack" in node.meta else next(inner_ops(module, node), node)
+    stack = first.meta.get("nn_module_stack") or {}
     paths = []
     for key, (path, _) in stack.items():
         _, repeated, occurrence = key.rpartition("@")
@@ -226,7 +228,7 @@ def _written_buffers(module: fx.GraphModule, readings: Mapping[fx.Node, Reading]
 
 
 def _widths(nodes: Sequence[fx.Node], readings: Mapping[fx.Node, Reading]) -> Iterator[int | None]:
-    """Bytes alive across each position, each storage once; None where a cut would tear something apart."""
+    """Bytes of the values that are used behind each position; None where a cut would tear something apart."""
     at = {node: place for place, node in enumerate(nodes)}
     last = {node: max((at.get(user, len(nodes)) for user in node.users), default=at[node]) for node in nodes}
     torn = _torn(nodes, at, last, readings)
@@ -279,29 +281,3 @@ def _torn(
 
 def _value_bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-
-
-def _fingerprint(module: fx.GraphModule) -> str:
-    """A hash of the ops, their order and their plain arguments; devices left out."""
-    digest = hashlib.blake2b(digest_size=12)
-    for line in _lines(module.graph.nodes):
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()
-
-
-def _lines(nodes: Iterable[fx.Node]) -> Iterator[str]:
-    number: dict[fx.Node, int] = {}
-    for node in nodes:
-        number[node] = len(number)
-        name = node.meta.get("name", "") if node.op == "get_attr" else str(node.target)
-        arguments = pytree.tree_map(_plain_argument(number), (node.args, node.kwargs))
-        yield f"{node.op} {name} {arguments}"
-
-
-def _plain_argument(number: Mapping[fx.Node, int]) -> Callable[[Any], Any]:
-    def plain(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return f"%{number[argument]}"
-        return "device" if isinstance(argument, torch.device) else repr(argument)
-
-    return plain

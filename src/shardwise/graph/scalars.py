@@ -7,6 +7,7 @@ globals that the function names.
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,34 @@ def scalars(function: Callable[..., Any], model: nn.Module) -> Mapping[str, obje
         if isinstance(forward, types.FunctionType) and not forward.__module__.startswith("torch."):
             found.update(_of_function(forward, f"{type(module).__name__}.forward", DEPTH, seen))
     return found
+
+
+@contextmanager
+def noted_reads() -> Iterator[set[tuple[int, str]]]:
+    """Note which attributes of modules are read meanwhile, each as the module's id and the attribute's name."""
+    read: set[tuple[int, str]] = set()
+
+    def noting(module: nn.Module, name: str) -> Any:
+        read.add((id(module), name))
+        return object.__getattribute__(module, name)
+
+    every_module: Any = nn.Module
+    every_module.__getattribute__ = noting
+    try:
+        yield read
+    finally:
+        del every_module.__getattribute__
+
+
+def without_unread(found: Mapping[str, object], model: nn.Module, read: set[tuple[int, str]]) -> Mapping[str, object]:
+    """`found`, less the attributes of modules that were not `read`: a counter that only a hook counts up, say."""
+    unread = {
+        f"model.{path}.{key}" if path else f"model.{key}"
+        for path, module in model.named_modules()
+        for key, _ in _plain(vars(module))
+        if (id(module), key) not in read
+    }
+    return {name: value for name, value in found.items() if name not in unread}
 
 
 def _of_function(function: Callable[..., Any], place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import dumps
 from types import ModuleType, TracebackType
 from typing import Any, final
 
@@ -51,34 +52,68 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
+def refuse_hooks(model: nn.Module) -> None:
+    """Ask before parameters are stood in for, since hooks hang on the tensor itself.
+
+    raises:  RefusedError where a module has a backward hook, or a parameter a gradient hook
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RefusedError(
+                Refusal(
+                    f"module {name or 'at the root'} ({type(module).__name__}) has a backward hook, which a graph "
+                    "would lose; hook a tensor in forward (tensor.register_hook), or use a plan with one stage"
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise RefusedError(
+                Refusal(f"parameter {name} has a gradient hook, which a graph would lose; use a plan with one stage")
+            )
+
+
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Recorder]:
+def watched() -> Iterator[Recorder]:
     """Run a capture under the watch.
 
     raises:  RefusedError as soon as something is met that a graph cannot hold
     """
-    _refuse_hooks(model)
     # Export lists torch's functions by identity, once for the process: before any of them is swapped.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     recorder = Recorder()
-    python_state, numpy_state = random.getstate(), _numpy_state()
     drawn: list[str] = []
     with ExitStack() as stack:
         length = _swapped(builtins, "len", _length)
         for patch in (*_autograd_patches(recorder), _without_checkpointing(), *_random_patches(drawn), length):
             stack.enter_context(patch)
         stack.callback(recorder.forget)
+        moved = stack.enter_context(_generators_put_back())
         yield recorder
-    if random.getstate() != python_state or _numpy_state() != numpy_state:
-        generator = "Python's" if random.getstate() != python_state else "numpy's"
-        random.setstate(python_state)
-        raise RefusedError(
-            Refusal(
-                f"the loss draws from {generator} random generator, whose value a graph would freeze; draw in the "
-                "data pipeline, or with torch",
-                drawn[0] if drawn else "",
+        for generator in moved():
+            raise RefusedError(
+                Refusal(
+                    f"the loss draws from {generator} random generator, whose value a graph would freeze; draw in the "
+                    "data pipeline, or with torch",
+                    drawn[0] if drawn else "",
+                )
             )
-        )
+
+
+@contextmanager
+def _generators_put_back() -> Iterator[Callable[[], list[str]]]:
+    """Gives which of Python's and numpy's generators were drawn from; they end as they began."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def moved() -> list[str]:
+        # Compared as bytes, since a state of numpy's holds an array.
+        now = {"Python's": random.getstate() != python, "numpy's": dumps(np.random.get_state()) != dumps(numpy)}
+        return [name for name, changed in now.items() if changed]
+
+    try:
+        yield moved
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def user_line(stack: TracebackType | None = None) -> str:
@@ -104,29 +139,12 @@ def _short(filename: str) -> str:
     return filename
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise RefusedError(
-                Refusal(
-                    f"module {name or 'at the root'} ({type(module).__name__}) has a backward hook, which a graph "
-                    "would lose; hook a tensor in forward (tensor.register_hook), or use a plan with one stage"
-                )
-            )
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise RefusedError(
-                Refusal(f"parameter {name} has a gradient hook, which a graph would lose; use a plan with one stage")
-            )
-
-
 def _autograd_patches(recorder: Recorder) -> Iterator[Any]:
     original = vars(torch.autograd.Function)["apply"].__func__
 
     def apply(cls: type[torch.autograd.Function], *arguments: Any, **keywords: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
-            run_function, _, *inputs = arguments
-            return run_function(*inputs)
+            return _reentrant(*arguments)
         if cls.__module__.split(".")[0] == "torch" or keywords:
             return original(cls, *arguments, **keywords)
         return recorder.apply(lambda *filled: original(cls, *filled), arguments)
@@ -157,6 +175,13 @@ def _without_checkpointing() -> AbstractContextManager[None]:
         yield
 
     return _swapped(checkpoint, "_checkpoint_without_reentrant_generator", nothing)
+
+
+def _reentrant(function: Callable[..., Any], preserve_rng_state: bool, *inputs: Any) -> Any:
+    """What a reentrant checkpoint computes: it has a gradient only where one of its inputs needs one."""
+    flows = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+    with torch.set_grad_enabled(flows and torch.is_grad_enabled()):
+        return function(*inputs)
 
 
 @contextmanager
@@ -201,8 +226,3 @@ def _noting(function: Callable[..., Any], module: ModuleType, name: str, drawn: 
         return function(*arguments, **keywords)
 
     return noting
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state()
-    return (kind, keys.tobytes(), *rest) if isinstance(keys, np.ndarray) else (kind, keys, *rest)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from shardwise.cost import Memory, StageBytes, rank_memory
+from shardwise.graph import Segment
 from shardwise.job import Precision
 from shardwise.plan.layout import Layout, make_schedule
 from shardwise.plan.sections import Section, bytes_sent
@@ -58,14 +59,19 @@ def _of_section(
 ) -> StageBytes:
     scale = layout.samples / sketch.samples
     again = [section.segments[at] for at in section.again] if layout.recompute else []
+    kept = [segment for segment in section.segments if segment not in again]
     saved = section.saved_by_others + sum(segment.bytes_in for segment in again) if again else section.saved
-    cast = 0 if precision == "fp32" else sum(sketch.gradients.get(name, 0) for name in section.ports.parameters)
+
+    def cast(segments: Sequence[Segment]) -> int:
+        names = {name for segment in segments for name in segment.parameters}
+        return 0 if precision == "fp32" else sum(sketch.tensors[name] for name in names) // CAST_SHARE
+
     return _held(
         sketch,
         names,
         largest=max(sum(sketch.tensors[name] for name in segment.parameters) for segment in section.segments),
-        activations=round(scale * (saved + section.bytes_in)) + cast // CAST_SHARE,
-        working=round(scale * max((segment.saved_bytes for segment in again), default=0)),
+        activations=round(scale * (saved + section.bytes_in)) + cast(kept),
+        working=max((round(scale * segment.saved_bytes) + cast([segment]) for segment in again), default=0),
         sent=round(scale * bytes_sent(layout.sections, number)),
     )
 

@@ -96,5 +96,5 @@ def _shared(numbers: Tensor, length: int, mesh: Mesh, source: int) -> list[int]:
 
 
 def _digest(variants: Variants) -> int:
-    text = repr(sorted((variants.frozen or {}).items()))
+    text = repr(sorted(variants.frozen.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

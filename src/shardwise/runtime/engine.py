@@ -10,13 +10,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import LossError
 from shardwise.graph import Draws, Sizes
-from shardwise.job import Batch, Job
+from shardwise.job import Job
 from shardwise.plan import Plan
 from shardwise.runtime import gradients
 from shardwise.runtime.agreement import agree
@@ -27,6 +28,8 @@ from shardwise.runtime.mesh import Mesh, tied_groups
 from shardwise.runtime.optimizer import make_optimizer
 from shardwise.runtime.program import Program, evaluating
 from shardwise.runtime.routes import links
+from shardwise.runtime.shards import UsedShards
+from shardwise.runtime.share import Filler, Share, of_samples
 from shardwise.runtime.transport import TorchTransport
 from shardwise.runtime.variants import Variant, Variants
 from shardwise.schedule import Links, Schedule, forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b
@@ -52,23 +55,6 @@ class Step:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Share:
-    """This data rank's part of a global batch.
-
-    batches:  its micro-batches, on the device of the rank that loads; None on the other ranks of a pipeline
-    samples:  of each of them, the empty ones left out
-    first:    the number of the first one, over all data ranks
-    total:    samples of the global batch
-    """
-
-    batches: Sequence[Batch] | None
-    samples: Sequence[int]
-    first: int
-    total: int
-
-
-@final
 class Engine:
     """Trains one rank's program. Every rank calls `step` with its share of the same global batch."""
 
@@ -81,9 +67,11 @@ class Engine:
         )
         self.loss_scale = LossScale(enabled=job.precision == "fp16")
         self._trained = trained
-        self._sums: gradients.ReplicaSum | None = None
-        if mesh.replicas is not None and plan.shards == 1:
-            self._sums = gradients.ReplicaSum(trained, mesh.replicas)
+        shards = {name: p for name, p in trained.items() if isinstance(p, DTensor)}
+        whole = {name: p for name, p in trained.items() if name not in shards}
+        self._sums = gradients.ReplicaSum(whole, mesh.data) if mesh.data is not None and whole else None
+        self._used = UsedShards(program.sharded, shards, mesh.data) if mesh.data is not None and shards else None
+        self._filler = Filler(plan)
         self._schedules: dict[object, Schedule] = {}
         self._metrics: Sequence[str] | None = None
 
@@ -101,9 +89,12 @@ class Engine:
 
         raises:  LossError, on every rank, where the loss is not finite or weighs nothing
         """
+        share = self._filler.fill(share)
         results = self._train(share, step)
         if self._sums is not None:
             self._sums.finish()
+        if self._used is not None:
+            self._used.finish()
         gradients.sum_tied(self._tied)
         total, weight, metrics = self.totals(share, results)
         if not math.isfinite(total):
@@ -112,7 +103,7 @@ class Engine:
         if not weight > 0:
             self.forget()
             raise LossError(f"the weights of the loss of step {step} sum to {weight}; a mean needs at least one term")
-        gradients.divide(list(self._trained.values()), by=weight * self.loss_scale.value)
+        gradients.divide(list(self._trained.values()), by=weight / share.total * self.loss_scale.value)
         return total / weight, gradients.norm(self._counted, self.mesh.model, self.device), metrics
 
     def _origin(self, share: Share, step: int) -> str:
@@ -137,6 +128,7 @@ class Engine:
 
     def forward(self, share: Share, step: int, function: Variant | Variants) -> Mapping[int, Any]:
         """Run a function forward only: on the rank of the last stage, its results for each micro-batch."""
+        share = self._filler.fill(share)
         if not share.samples:
             return {}
         with evaluating(self.program):
@@ -181,7 +173,7 @@ class Engine:
         schedule = self.schedule(name, len(share.samples), links([graph.routes for graph in work.graphs]))
         results = run(schedule, self.mesh.place.pipeline, work, self._transport, self.device)
         torch.set_rng_state(state)
-        return results
+        return of_samples(results, share)
 
     def _work(self, share: Share, step: int, function: Variant | Variants) -> Work:
         count = len(share.samples)
@@ -199,7 +191,7 @@ class Engine:
             draws=lambda at: Draws(self.job.seed, step, share.first + at, self.device),
             sizes=sizes,
             load=lambda at: [self._to_device(value) for value in fields[at]],
-            root=lambda at, results: self._root(results, share.samples[at]),
+            root=lambda at, results: self._root(results, share.samples[at] / share.total, 1 / share.total),
             last_backward=self._last_backward,
             finished=self._finished,
         )
@@ -220,9 +212,12 @@ class Engine:
     def _to_device(self, value: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), value)
 
-    def _root(self, results: Any, samples: int) -> tuple[Tensor, Tensor]:
-        """The loss and its gradient: a bare scalar weighs as many as it has samples."""
-        factor = self.loss_scale.value * (samples if results["weight"] is None else 1)
+    def _root(self, results: Any, of_scalar: float, of_sum: float) -> tuple[Tensor, Tensor]:
+        """The loss and its gradient: a bare scalar weighs as many as it has samples.
+
+        Both are over the samples of the step, as in the mean that one device would take: fp16 has no room for sums.
+        """
+        factor = self.loss_scale.value * (of_scalar if results["weight"] is None else of_sum)
         return results["value"], torch.full_like(results["value"], factor)
 
     def _last_backward(self, stage: int) -> None:
@@ -244,9 +239,13 @@ class Engine:
 
     @cached_property
     def _counted(self) -> list[nn.Parameter]:
-        """Parameters whose gradient this rank adds to the norm: a tied one on its first owner only."""
-        owners, me = self.program.owners, self.mesh.place.pipeline
-        return [p for name, p in self._trained.items() if owners.get(name, (me,))[0] == me]
+        """Parameters whose gradient this rank adds to the norm: one that others hold, too, on the first only."""
+        owners, place = self.program.owners, self.mesh.place
+        return [
+            p
+            for name, p in self._trained.items()
+            if owners.get(name, (place.pipeline,))[0] == place.pipeline and (isinstance(p, DTensor) or place.shard == 0)
+        ]
 
     def totals(self, share: Share, results: Mapping[int, Any]) -> tuple[float, float, Mapping[str, float]]:
         """The sums of loss and weight over the world, and each metric's mean over samples."""

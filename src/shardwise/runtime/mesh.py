@@ -31,6 +31,7 @@ class Mesh:
     replicas:  that hold the same parameters (or the same shards of them)
     shards:    that hold one copy of the parameters between them
     model:     all that hold one copy of the model between them: pipeline x shards
+    data:      that hold the same stages, and share the samples of a step: replicas x shards
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Mesh:
     replicas: dist.ProcessGroup | None
     shards: dist.ProcessGroup | None
     model: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
 
     @property
     def data_rank(self) -> int:
@@ -80,6 +82,7 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh:
         replicas=_group(plan, rank, ranges, vary=(False, True, False)),
         shards=_group(plan, rank, ranges, vary=(False, False, True)),
         model=_group(plan, rank, ranges, vary=(True, False, True)),
+        data=_group(plan, rank, ranges, vary=(False, True, True)),
     )
 
 

@@ -8,16 +8,18 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.graph import Graph, Ports, autocast, cut
 from shardwise.job import Job, objective
 from shardwise.plan import Plan
+from shardwise.runtime.construction import Construction
 from shardwise.runtime.mesh import Mesh
 from shardwise.runtime.recompute import recompute_module
 from shardwise.runtime.routes import whole
+from shardwise.runtime.shards import shard
 from shardwise.runtime.stage import Stage, WholeStage
 from shardwise.runtime.variants import Found, Variant, Variants, Weighs, graph_stage, make_variant
 from shardwise.runtime.weights import BatchWeights
@@ -58,7 +60,7 @@ def whole_program(job: Job, plan: Plan, model: nn.Module, mesh: DeviceMesh | Non
     sharded: list[FSDPModule] = []
     if mesh is not None:
         blocks = _repeated_blocks(model) if plan.shard_mode == "regathered" else []
-        sharded = _shard([*blocks, model], mesh, plan)
+        sharded = shard([*blocks, model], mesh, plan)
     parameters = dict(model.named_parameters())
     return Program(
         parameters=parameters,
@@ -100,12 +102,13 @@ def graph_program(
     plan: Plan,
     found: Found,
     bounds: Sequence[int],
-    model: nn.Module,
+    construction: Construction,
     mesh: Mesh,
     shards: DeviceMesh | None,
     device: torch.device,
 ) -> Program:
-    """This rank's pieces of the graph, cut at `bounds`. What other ranks hold is dropped from `model`."""
+    """This rank's pieces of the graph, cut at `bounds`. What other ranks hold is never made here."""
+    model = construction.model
     ports = cut(found.chain, bounds)
     mine = [number for number, stage in enumerate(plan.stages) if stage.rank == mesh.place.pipeline]
     owners = _owners(ports, plan)
@@ -115,14 +118,15 @@ def graph_program(
             "rank, or without shards"
         )
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    tensors: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = [name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named]
     holds = {name for number in mine for name in (*ports[number].parameters, *ports[number].buffers)}
     if mesh.place.pipeline == 0:
-        holds |= tensors.keys() - {name for stage in ports for name in (*stage.parameters, *stage.buffers)}
-    for name, value in tensors.items():
-        # What another rank holds stays as a shape: later captures ask for no more.
-        value.data = value.data.to(device) if name in holds else torch.empty((), dtype=value.dtype).expand(value.shape)
+        holds |= set(names) - {name for stage in ports for name in (*stage.parameters, *stage.buffers)}
+    found.chain.graph.capture.fill_constants(construction.materialize(holds))
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     here = {name: value for name, value in tensors.items() if name in holds}
+    for value in here.values():
+        value.data = value.data.to(device)
     sharded: list[FSDPModule] = []
 
     def make_stage(graph: Graph, ports: Ports, number: int) -> Stage:
@@ -135,7 +139,7 @@ def graph_program(
                 )
             sharded_stages.add(number)
             blocks = [segment for segment in stage.segments if any(True for _ in segment.parameters())]
-            sharded.extend(_shard([*blocks, stage], shards, plan))
+            sharded.extend(shard([*blocks, stage], shards, plan))
             here.update(stage.named_tensors())
         return stage
 
@@ -235,16 +239,3 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in module}) == 1:
             blocks += [child for child in module if any(True for _ in child.parameters())]
     return blocks
-
-
-def _shard(modules: Sequence[nn.Module], mesh: DeviceMesh, plan: Plan) -> list[FSDPModule]:
-    """Shard `modules`, inner ones first; gradients are summed, not averaged."""
-    sharded: list[FSDPModule] = []
-    for module in modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=plan.shard_mode == "regathered")
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True)
-        sharded.append(module)
-    return sharded[::-1]

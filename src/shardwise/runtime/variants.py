@@ -76,6 +76,7 @@ class Variants:
     make_stage: builds one of them
     weighs:     whether the function is a loss whose micro-batches are weighed
     training:   the mode of the model while it is captured
+    frozen:     the Python numbers that the captures so far may have frozen, as they are now
     """
 
     function: Callable[[Any, Any], Any]
@@ -89,7 +90,7 @@ class Variants:
     weighs: Weighs = "weighed"
     training: bool = True
     known: list[Variant] = field(default_factory=list)
-    frozen: Mapping[str, object] | None = None
+    frozen: Mapping[str, object] = field(default_factory=dict)
     changes: int = 0
 
     def find(self, signature: Signature, tensors: Sequence[Tensor]) -> int | None:
@@ -109,6 +110,7 @@ class Variants:
         batch = signature.assemble([torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in signature.fields])
         with _mode(self.model, self.training):
             found = capture_chain(self.function, self.model, batch, self.precision, self.device, self.weighs)
+        self.frozen = {**self.frozen, **found.chain.graph.capture.scalars}
         self.known.append(make_variant(found, bounds_by_owner(found.chain, self.holders, self.stages), self))
 
     def refresh(self, step: int) -> None:
@@ -117,11 +119,12 @@ class Variants:
         raises:  CaptureError the third time
         """
         with _mode(self.model, self.training):
-            now = scalars(self.function, self.model)
-        if self.frozen is not None and now != self.frozen:
-            changed = next(name for name in {**self.frozen, **now} if self.frozen.get(name) != now.get(name))
+            everything = scalars(self.function, self.model)
+        now = {name: everything.get(name) for name in self.frozen}
+        if now != self.frozen:
+            changed = next(name for name in now if self.frozen[name] != now[name])
             self.changes += 1
-            values = f"{changed} from {self.frozen.get(changed)!r} to {now.get(changed)!r}"
+            values = f"{changed} from {self.frozen[changed]!r} to {now[changed]!r}"
             if self.changes > MOST_CHANGES:
                 raise CaptureError(
                     f"step {step}: the loss reads a Python number that keeps changing, now {values}; each "
@@ -201,30 +204,9 @@ def make_variant(found: Found, bounds: Sequence[int], variants: Variants) -> Var
         dtypes=[each.dtype for each in fields],
         ranks=[len(each.shape) for each in fields],
         outputs=pytree.tree_unflatten([None] * len(graph.outputs), graph.capture.outputs),
-        accepts=_acceptance(graph),
+        accepts=graph.capture.accepts,
         fault=found.fault,
     )
-
-
-def _acceptance(graph: Graph) -> Callable[[Signature, Sequence[Tensor]], bool]:
-    captured = graph.capture
-
-    def accepts(signature: Signature, tensors: Sequence[Tensor]) -> bool:
-        if signature.frozen != captured.signature.frozen:
-            return False
-        for mine, given, dynamic in zip(captured.signature.sizes, signature.sizes, captured.dynamic, strict=True):
-            for at, (size, other) in enumerate(zip(mine, given, strict=True)):
-                # A size of 0 or 1 may take another branch or broadcast: it is right only where it was captured so.
-                if size != other and (at not in dynamic or other < 2):
-                    return False
-        if captured.guards is not None:
-            try:
-                captured.guards(*tensors)
-            except AssertionError:
-                return False
-        return True
-
-    return accepts
 
 
 def bounds_by_owner(found: Chain, holders: Mapping[str, frozenset[int]], stages: int) -> list[int]:

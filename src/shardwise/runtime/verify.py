@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.graph import WHOLE, Draws, autocast, mix, seeding
 from shardwise.job import Batch
-from shardwise.runtime.engine import Engine, Share
+from shardwise.runtime.engine import Engine
 from shardwise.runtime.program import weighed_loss
+from shardwise.runtime.share import Share
 
 # Of the largest gradient of the model. A sum of many terms in another order differs by a few units of the last place.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -13,6 +13,8 @@ from shardwise.job import Batch, Precision
 from shardwise.plan import Weighing, rewrite, weigh
 from shardwise.plan.weighting import labels_of_batch, weight_of_batch
 
+MOST_KINDS = 16  # of batches that need a capture each
+
 Fault = Callable[[Sequence[Tensor]], str]
 """What is wrong with a batch of these fields, "" where nothing is."""
 
@@ -64,7 +66,7 @@ class BatchWeights:
     model: nn.Module
     precision: Precision
     device: torch.device
-    _known: list[tuple[Signature, fx.GraphModule | None, Fault]] = field(default_factory=list)
+    _known: list[tuple[Capture, fx.GraphModule | None, Fault]] = field(default_factory=list)
 
     def apply(self, batch: Batch, results: Mapping[str, Any]) -> Mapping[str, Any]:
         """`results` of the function on `batch`, with the loss as a sum and its weight.
@@ -74,7 +76,7 @@ class BatchWeights:
         if results["weight"] is not None:
             return results
         signature, tensors = read(batch)
-        module, fault = self._find(signature, batch)
+        module, fault = self._find(signature, tensors, batch)
         wrong = fault(tensors)
         if wrong:
             raise LossError(wrong)
@@ -86,10 +88,17 @@ class BatchWeights:
         value = results["value"] * weight if float(weight) else torch.zeros_like(results["value"])
         return {**results, "value": value, "weight": weight}
 
-    def _find(self, signature: Signature, batch: Batch) -> tuple[fx.GraphModule | None, Fault]:
+    def _find(
+        self, signature: Signature, tensors: Sequence[Tensor], batch: Batch
+    ) -> tuple[fx.GraphModule | None, Fault]:
         for known, module, fault in self._known:
-            if known.frozen == signature.frozen and known.sizes == signature.sizes:
+            if known.accepts(signature, tensors):
                 return module, fault
+        if len(self._known) >= MOST_KINDS:
+            raise CaptureError(
+                f"batches came in more than {MOST_KINDS} kinds whose loss must be captured to weigh it; pad them to "
+                "few sizes, or return shardwise.Mean(total, weight) from the loss, which needs no capture"
+            )
         captured = capture(self.function, self.model, batch, precision=self.precision, device=self.device.type)
         if isinstance(captured, Refusal):
             raise CaptureError(f"the micro-batches of this loss cannot be weighed: {captured}")
@@ -97,5 +106,5 @@ class BatchWeights:
         module = weight_of_batch(rewritten) if rewritten is not captured else None
         if rewritten is not captured and module is None:
             raise CaptureError("the weight of this loss comes out of the model; return shardwise.Mean(total, weight)")
-        self._known.append((signature, module, fault))
+        self._known.append((captured, module, fault))
         return module, fault

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.cluster import Cluster, local_cluster
@@ -12,6 +11,7 @@ from shardwise.errors import PlanError
 from shardwise.job import Batch, Job, objective
 from shardwise.plan import Plan, load, make_plan, positions
 from shardwise.runtime import Engine, Mesh, Program, capture_chain, graph_program, make_mesh, whole_program
+from shardwise.runtime.construction import Construction, construct
 from shardwise.runtime.pretrained import fill, names_of
 from shardwise.session.group import Membership
 
@@ -70,21 +70,25 @@ def build_engine(job: Job, plan: Plan, example: Batch | None, member: Membership
     example:  of the batch, for plans that cut the graph
     """
     mesh = make_mesh(plan, member.device)
-    model = job.build()
-    names = names_of(model)
-    program = _program(job, plan, model, example, mesh, member)
+    # One stage holds the whole model anyway.
+    construction = Construction(job.build(), job.seed, None) if len(plan.stages) == 1 else construct(job)
+    names = names_of(construction.model)
+    program = _program(job, plan, construction, example, mesh, member)
     if job.weights is not None:
         fill({**program.parameters, **program.buffers}, names, Path(job.weights))
     return Engine(job, plan, program, mesh)
 
 
-def _program(job: Job, plan: Plan, model: nn.Module, example: Batch | None, mesh: Mesh, member: Membership) -> Program:
+def _program(
+    job: Job, plan: Plan, construction: Construction, example: Batch | None, mesh: Mesh, member: Membership
+) -> Program:
+    model = construction.model
     if len(plan.stages) == 1:
         return whole_program(job, plan, model, _shards(plan, member), member.device)
     agreed = _agree_on_example(example, member)
     found = capture_chain(objective(job.loss), model, agreed, job.precision, member.device, "weighed")
     bounds = positions(plan, found.chain)
-    return graph_program(job, plan, found, bounds, model, mesh, _shards(plan, member), member.device)
+    return graph_program(job, plan, found, bounds, construction, mesh, _shards(plan, member), member.device)
 
 
 def _shards(plan: Plan, member: Membership) -> DeviceMesh | None:

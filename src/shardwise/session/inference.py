@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.job import Batch, Job, objective
 from shardwise.runtime import Engine, Share, Variant, Variants, forward_program
+from shardwise.runtime.buffers import first_buffers
 from shardwise.runtime.variants import Weighs
 
 
@@ -27,23 +28,25 @@ class Inference:
         loss = weight = 0.0
         samples = 0
         sums: dict[str, float] = {}
-        for share in shares:
-            results = self._engine.forward(share, 0, program)
-            value, terms, metrics = self._engine.totals(share, results)
-            loss, weight, samples = loss + value, weight + terms, samples + share.total
-            for name, mean in metrics.items():
-                sums[name] = sums.get(name, 0.0) + mean * share.total
+        with first_buffers(self._engine.program, self._engine.mesh):
+            for share in shares:
+                results = self._engine.forward(share, 0, program)
+                value, terms, metrics = self._engine.totals(share, results)
+                loss, weight, samples = loss + value, weight + terms, samples + share.total
+                for name, mean in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + mean * share.total
         return loss / weight, {name: total / samples for name, total in sums.items()}, samples
 
     def predict(self, shares: Iterator[Share], function: Callable[[Any, Batch], Any]) -> list[Any]:
-        """On rank 0, the results of each batch, one for each micro-batch in order."""
+        """The results of each batch, one for each micro-batch in order; on every rank."""
         program = self._program(function, "as it is")
         gathered = []
-        for share in shares:
-            results = self._engine.forward(share, 0, program)
-            here = [(share.first + at, _to_host(result)) for at, result in results.items()]
-            gathered.append(_to_first_rank(here))
-        return [[result for _, result in sorted(batch, key=lambda each: each[0])] for batch in gathered if batch]
+        with first_buffers(self._engine.program, self._engine.mesh):
+            for share in shares:
+                results = self._engine.forward(share, 0, program)
+                here = [(share.first + at, _to_host(result)) for at, result in results.items()]
+                gathered.append(_to_every_rank(here))
+        return [[result for _, result in sorted(batch, key=lambda each: each[0])] for batch in gathered]
 
     def _program(self, function: Callable[[Any, Any], Any], weighs: Weighs) -> Variant | Variants:
         program = self._engine.program
@@ -57,9 +60,9 @@ def _to_host(result: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)
 
 
-def _to_first_rank(here: list[Any]) -> list[Any]:
+def _to_every_rank(here: list[Any]) -> list[Any]:
     if not dist.is_initialized():
         return here
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(here, everywhere if dist.get_rank() == 0 else None, dst=0)
-    return [each for part in everywhere if part for each in part]
+    dist.all_gather_object(everywhere, here)
+    return [each for part in everywhere for each in part]

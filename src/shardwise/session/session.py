@@ -81,6 +81,7 @@ class Session:
         self._at = _Progress()
         self._member: Membership | None = None
         self._engine: Engine | None = None
+        self._own_tracker: Tracker | None = None
 
     def __enter__(self) -> Self:
         self._options = _with_run(options_from(os.environ, sys.argv[0]), self._run)
@@ -93,6 +94,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         member, self._member = self._member, None
+        if self._own_tracker is not None:
+            self._own_tracker.close()
         if member is not None and member.made and error is None:
             dist.barrier()
             dist.destroy_process_group()
@@ -150,22 +153,30 @@ class Session:
     def step(self, batch: Batch | None) -> StepReport:
         """One optimizer step on a global batch, equal on every rank; a rank that loads nothing may give None.
 
+        It is recorded in the run folder. Saving and resuming are yours: `save`, `load`.
+
         raises:  BatchError where the batch cannot be shared out
         """
         if self._engine is None:
             self._build(batch)
-        return self._advance(self._slice(batch, self._agree_on_samples(batch)))
+        if self._own_tracker is None:
+            self._own_tracker = self._tracker(None)
+        done = self._advance(self._slice(batch, self._agree_on_samples(batch)))
+        self._own_tracker.record(done)
+        return done
 
     def evaluate(self, data: Data) -> Evaluation:
         """The loss over `data` once, in evaluation mode, without gradients."""
-        return Evaluation(*self._inference.evaluate(self._pass(data)))
+        shares = self._pass(data)  # builds the engine, where nothing has yet
+        return Evaluation(*self._inference.evaluate(shares))
 
     def predict(self, data: Data, function: Callable[[Any, Batch], Any]) -> list[Any]:
-        """`function(model, batch)` for each batch of `data`, in order, in evaluation mode; on rank 0, else [].
+        """`function(model, batch)` for each batch of `data`, in order, in evaluation mode; on every rank.
 
         The batches are of the job's batch size, and each result is a list: one entry for each of its micro-batches.
         """
-        return self._inference.predict(self._pass(data), function)
+        shares = self._pass(data)
+        return self._inference.predict(shares, function)
 
     def verify(self, batch: Batch) -> Verdict | None:
         """One step's gradients against one process in plain PyTorch; nothing is updated. On rank 0 the verdict.
@@ -253,12 +264,13 @@ class Session:
                 self.save(self._options.run)
             yield done
 
-    def _tracker(self, until: int) -> Tracker:
+    def _tracker(self, until: int | None) -> Tracker:
+        """What follows the steps; without an end to count to, no live line."""
         if self._joined.rank:
             return all_of()
         run, options = _made(self._options.run), self._options
         chosen: list[Tracker] = [JsonLines(run, resume_step=self._at.step), *self._trackers]
-        if options.output == "progress":
+        if options.output == "progress" and until is not None:
             chosen.append(progress(until))
         if options.output == "json":
             chosen.append(JsonStream(sys.stdout))
@@ -290,8 +302,13 @@ class Session:
             learning_rate=rate,
             seconds=seconds,
             memory_bytes=_peak_memory(self._joined.device),
-            metrics=done.metrics,
+            metrics={**done.metrics, **self._scaling(done)},
         )
+
+    def _scaling(self, done: Step) -> dict[str, float]:
+        """fp16: the scale of the loss, and whether the step was skipped because gradients overflowed."""
+        scale = self._ready.loss_scale
+        return {"loss_scale": scale.value, "skipped": float(done.skipped)} if scale.enabled else {}
 
     def _learning_rate(self) -> float:
         optimizer = self._ready.optimizer
