@@ -24,7 +24,7 @@ from shardwise.graph.fakes import faked
 from shardwise.graph.regions import inner_ops
 from shardwise.graph.scalars import noted_reads, scalars, without_unread
 from shardwise.graph.signature import Signature
-from shardwise.graph.watch import Refusal, RefusedError, refuse_hooks, user_line, watched
+from shardwise.graph.watch import Refusal, RefusedError, user_line, watched
 from shardwise.job import Batch, Precision
 
 Function = Callable[[Any, Batch], Any]
@@ -86,9 +86,8 @@ def capture(
     shape, tensors = signature.read(batch)
     results = _Results()
     try:
-        refuse_hooks(model)
         with faked(model, tensors, device) as fakes:
-            with watched() as recorder, noted_reads() as read, _quiet(), autocast(precision, device):
+            with watched(model) as recorder, noted_reads() as read, _quiet(), autocast(precision, device):
                 program = _export(_Wrapper(function, model, shape, before, results), fakes)
             module = program.module()
             recorder.restore(module)

@@ -3,7 +3,7 @@
 - a custom `autograd.Function` and `Tensor.register_hook` become opaque ops (module `opaque`);
 - activation checkpointing steps aside: what is recomputed is the plan's to say, and export takes the grad mode that
   checkpointing switches for its own use as one that holds from there on;
-- module backward hooks, hooks on parameters, a backward pass inside the loss, random numbers from Python or numpy, and
+- module backward hooks, a backward pass inside the loss, random numbers from Python or numpy, and
   module state that the forward pass changes in Python: each makes the capture refuse, with the user's own line.
 """
 
@@ -52,32 +52,13 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Ask before parameters are stood in for, since hooks hang on the tensor itself.
-
-    raises:  RefusedError where a module has a backward hook, or a parameter a gradient hook
-    """
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise RefusedError(
-                Refusal(
-                    f"module {name or 'at the root'} ({type(module).__name__}) has a backward hook, which a graph "
-                    "would lose; hook a tensor in forward (tensor.register_hook), or use a plan with one stage"
-                )
-            )
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise RefusedError(
-                Refusal(f"parameter {name} has a gradient hook, which a graph would lose; use a plan with one stage")
-            )
-
-
 @contextmanager
-def watched() -> Iterator[Recorder]:
+def watched(model: nn.Module) -> Iterator[Recorder]:
     """Run a capture under the watch.
 
     raises:  RefusedError as soon as something is met that a graph cannot hold
     """
+    _refuse_module_hooks(model)
     # Export lists torch's functions by identity, once for the process: before any of them is swapped.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     recorder = Recorder()
@@ -137,6 +118,23 @@ def _short(filename: str) -> str:
         if filename.startswith(folder.rstrip("/") + "/"):
             return filename[len(folder.rstrip("/")) + 1 :]
     return filename
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    """Whether the runtime put it there: it reduces gradients, and stays where a later batch is captured."""
+    return (getattr(hook, "__module__", None) or "").split(".")[0] == "shardwise"
+
+
+def _refuse_module_hooks(model: nn.Module) -> None:
+    """Hooks on parameters are no concern: what a graph is cut into holds the parameters themselves."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RefusedError(
+                Refusal(
+                    f"module {name or 'at the root'} ({type(module).__name__}) has a backward hook, which a graph "
+                    "would lose; hook a tensor in forward (tensor.register_hook), or use a plan with one stage"
+                )
+            )
 
 
 def _autograd_patches(recorder: Recorder) -> Iterator[Any]:

@@ -1,0 +1,137 @@
+"""Tasks that go through the user's own door, `parallelize`, on one rank."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from shardwise.data import Data
+from shardwise.job import Job
+from shardwise.plan import Plan
+from shardwise.session import parallelize
+from shardwise.session.session import Session
+from workers.layouts import BATCH_SIZE, CASES, job_of
+from workers.training import whole
+from zoo import Case
+
+EVALUATION_SEED = 9
+
+
+@final
+@dataclass(frozen=True)
+class Samples(Dataset[Any]):
+    """The first `count` samples of a seed of a case."""
+
+    case: Case
+    count: int
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.case.sample(self.seed, index)
+
+
+@final
+@dataclass(frozen=True)
+class Shards(IterableDataset[Any]):
+    """The samples of seed 0 in files of these sizes, one after the other."""
+
+    case: Case
+    sizes: Sequence[int]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.case.sample(0, index) for index in range(sum(self.sizes)))
+
+
+@final
+@dataclass(frozen=True)
+class Seen:
+    """What a session gave, and the parameters that this rank holds in the end."""
+
+    losses: Sequence[float]
+    evaluations: Sequence[float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def loader(case: Case, count: int, seed: int = 0) -> DataLoader[Any]:
+    return DataLoader(Samples(case, count, seed), batch_size=BATCH_SIZE, collate_fn=case.collate)
+
+
+def train_and_evaluate(name: str, plan: Plan, script: Sequence[tuple[str, int]], run: Path) -> Seen:
+    """Follow the `script`: ("train", 6) is a step on 6 samples of the next seed, ("evaluate", 16) a pass over 16."""
+    case = CASES[name]
+    losses: list[float] = []
+    evaluations: list[float] = []
+    with opened(job_of(case), plan, None, run) as session:
+        for verb, samples in script:
+            if verb == "train":
+                losses.append(session.step(case.batch(samples, len(losses))).loss)
+            else:
+                evaluations.append(session.evaluate(loader(case, samples, EVALUATION_SEED)).loss)
+        return Seen(losses, evaluations, *held(session))
+
+
+def train_on_shards(name: str, plan: Plan, source: str, shards: Sequence[int], steps: int, run: Path) -> Seen:
+    """Steps on the samples of `shards`, indexed or as one stream."""
+    case = CASES[name]
+    data: Data = loader(case, sum(shards))
+    if source == "stream":
+        data = DataLoader(Shards(case, shards), batch_size=BATCH_SIZE, collate_fn=case.collate)
+    job = replace(job_of(case), batch_size=plan.batch_size)
+    with opened(job, plan, data, run) as session:
+        losses = [step.loss for step in session.steps(steps)]
+        return Seen(losses, [], *held(session))
+
+
+def train_in_parts(name: str, plan: Plan, stops: Sequence[int], run: Path) -> Seen:
+    """Train up to each stop in a session of its own, which goes on from the checkpoint of the one before."""
+    case = CASES[name]
+    losses: list[float] = []
+    for stop in stops:
+        with opened(job_of(case), plan, loader(case, 3 * BATCH_SIZE), run) as session:
+            losses += [step.loss for step in session.steps(stop)]
+            seen = Seen(losses, [], *held(session))
+    return seen
+
+
+def count_hook_calls(name: str, plan: Plan, steps: int, run: Path) -> list[int]:
+    """`calls` of each module of this rank that counts them, after so many steps."""
+    case = CASES[name]
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built.append(case.model())
+        return built[-1]
+
+    with opened(replace(job_of(case), model=model), plan, None, run) as session:
+        for step in range(steps):
+            session.step(case.batch(BATCH_SIZE, step))
+    return [module.calls for module in built[-1].modules() if isinstance(getattr(module, "calls", None), int)]
+
+
+def opened(job: Job, plan: Plan, data: Data | None, run: Path) -> Session:
+    os.environ["SHARDWISE_OUTPUT"] = "none"
+    return parallelize(job, plan, data, run=run)
+
+
+def held(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    program = session._ready.program
+    return (
+        {name: whole(parameter) for name, parameter in program.parameters.items()},
+        {name: whole(buffer) for name, buffer in program.buffers.items()},
+    )
+
+
+def gradients_left(name: str, plan: Plan, run: Path) -> list[str]:
+    """Names of the parameters that have a gradient after an evaluation."""
+    case = CASES[name]
+    with opened(job_of(case), plan, None, run) as session:
+        session.evaluate(loader(case, BATCH_SIZE))
+        return [name for name, p in session._ready.program.parameters.items() if p.grad is not None]
