@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graph.in_turn import run_backward
 from graph.models import Hooked, Reversed, captured, linear, numbers, refusal, tensors_of
-from shardwise.graph import Draws
+from shardwise.graph import Draws, Refusal, capture
 
 DRAWS = Draws(seed=1, step=2, micro_batch=3, device=torch.device("cpu"))
 
@@ -101,6 +101,20 @@ def test_a_generator_is_put_back_also_where_the_capture_stops_for_another_reason
 def test_torchs_own_draws_are_not_refused():
     chain = captured(linear(), numbers(3, 8), lambda model, x: squares(model(x) * torch.rand(())))
     assert [op.draws for op in chain.graph.ops if op.draws] == [1]
+
+
+def test_a_number_that_forward_notes_for_its_own_later_use_is_no_state():
+    class Notes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.samples = x.shape[1]
+            return self.linear(x).sum() / self.samples
+
+    found = capture(lambda model, batch: model(batch), Notes(), torch.ones(3, 8))
+    assert not isinstance(found, Refusal), found
 
 
 def test_state_that_the_forward_pass_changes_in_python_is_refused_by_name():

@@ -22,7 +22,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph import signature
 from shardwise.graph.fakes import faked
 from shardwise.graph.regions import inner_ops
-from shardwise.graph.scalars import noted_reads, scalars, without_unread
+from shardwise.graph.scalars import noted_reads, scalars, that_were_read
 from shardwise.graph.signature import Signature
 from shardwise.graph.watch import Refusal, RefusedError, user_line, watched
 from shardwise.job import Batch, Precision
@@ -99,12 +99,14 @@ def capture(
         raise
     except Exception as error:
         return Refusal(_first_line(error), user_line(error.__traceback__))
-    if results.changed:
+    changed = that_were_read(results.changed, model, read)
+    if changed:
         return Refusal(
-            f"the forward pass changes {results.changed[0]} in Python, which a graph would freeze; keep it in a buffer"
+            f"the forward pass changes {changed[0]} in Python, which a graph would freeze; keep it in a buffer"
         )
     _drop_what_only_export_needs(module)
-    return Capture(module, shape, _dynamic(module), results.tree, guards, without_unread(before, model, read))
+    frozen = {name: before[name] for name in that_were_read(before, model, read)}
+    return Capture(module, shape, _dynamic(module), results.tree, guards, frozen)
 
 
 def autocast(precision: Precision, device: str) -> torch.autocast:

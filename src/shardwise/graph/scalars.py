@@ -6,7 +6,7 @@ globals that the function names.
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,30 +33,42 @@ def scalars(function: Callable[..., Any], model: nn.Module) -> Mapping[str, obje
 
 @contextmanager
 def noted_reads() -> Iterator[set[tuple[int, str]]]:
-    """Note which attributes of modules are read meanwhile, each as the module's id and the attribute's name."""
-    read: set[tuple[int, str]] = set()
+    """Note which attributes of modules are read meanwhile, each as the module's id and the attribute's name.
 
-    def noting(module: nn.Module, name: str) -> Any:
-        read.add((id(module), name))
+    What was written before it was read (`self.height = x.shape[2]`, for a later method) is the module's own affair.
+    """
+    read: set[tuple[int, str]] = set()
+    written: set[tuple[int, str]] = set()
+    every_module: Any = nn.Module
+    write = every_module.__setattr__
+
+    def noting_read(module: nn.Module, name: str) -> Any:
+        if (id(module), name) not in written:
+            read.add((id(module), name))
         return object.__getattribute__(module, name)
 
-    every_module: Any = nn.Module
-    every_module.__getattribute__ = noting
+    def noting_write(module: nn.Module, name: str, value: Any) -> None:
+        written.add((id(module), name))
+        write(module, name, value)
+
+    every_module.__getattribute__ = noting_read
+    every_module.__setattr__ = noting_write
     try:
         yield read
     finally:
         del every_module.__getattribute__
+        every_module.__setattr__ = write
 
 
-def without_unread(found: Mapping[str, object], model: nn.Module, read: set[tuple[int, str]]) -> Mapping[str, object]:
-    """`found`, less the attributes of modules that were not `read`: a counter that only a hook counts up, say."""
-    unread = {
-        f"model.{path}.{key}" if path else f"model.{key}"
-        for path, module in model.named_modules()
-        for key, _ in _plain(vars(module))
-        if (id(module), key) not in read
-    }
-    return {name: value for name, value in found.items() if name not in unread}
+def that_were_read(names: Iterable[str], model: nn.Module, read: set[tuple[int, str]]) -> list[str]:
+    """`names` of scalars, less the attributes of modules that were not `read`: a counter that only a hook counts up."""
+    modules = {f"model.{path}" if path else "model": module for path, module in model.named_modules()}
+    kept = []
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        if owner not in modules or (id(modules[owner]), key) in read:
+            kept.append(name)
+    return kept
 
 
 def _of_function(function: Callable[..., Any], place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:
