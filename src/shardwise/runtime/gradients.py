@@ -26,6 +26,7 @@ class ReplicaSum:
         self._group = group
         self._buckets = _buckets(self._parameters)
         self._bucket_of = {name: at for at, bucket in enumerate(self._buckets) for name in bucket}
+        self._flats: dict[int, Tensor] = {}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name))
         self._reset()
@@ -64,13 +65,21 @@ class ReplicaSum:
             self._missing[self._bucket_of[name]].discard(name)
             self._start_ready()
 
+    def _flat(self, at: int, parts: Sequence[Tensor]) -> Tensor:
+        """The gradients of a bucket in one tensor, kept from step to step: new memory is slow to come by."""
+        size = sum(part.numel() for part in parts)
+        if at not in self._flats or self._flats[at].numel() != size:
+            self._flats[at] = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
+        return torch.cat(list(parts), out=self._flats[at])
+
     def _start_ready(self) -> None:
         for at in range(len(self._works), len(self._buckets)):
             if self._missing[at]:
                 return
             names = self._buckets[at]
             parameters = [self._parameters[name] for name in names]
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+            flat = self._flat(at, parts)
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             assert work is not None
             self._works.append((work, flat, names))
