@@ -7,7 +7,8 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import ScheduleName, ShardMode, Stage
 from shardwise.plan.sections import Section, bytes_sent
 from shardwise.plan.sketch import Sketch
-from shardwise.schedule import Links, Schedule, gpipe, interleaved_one_f_one_b, one_f_one_b
+from shardwise.schedule import Links, Schedule
+from shardwise.schedule.orders import training_schedule
 
 
 @final
@@ -62,12 +63,10 @@ def describe(layout: Layout, sketch: Sketch, memory_bytes: dict[int, int]) -> tu
 
 
 def make_schedule(layout: Layout, links: Links, *, micro_batches: int) -> Schedule:
-    stages = layout.stages
-    match layout.schedule:
-        case "gpipe":
-            return gpipe(stages=stages, micro_batches=micro_batches, links=links)
-        case "1f1b":
-            return one_f_one_b(stages=stages, micro_batches=micro_batches, links=links)
-        case "interleaved-1f1b":
-            ranks = layout.mesh.pipeline
-            return interleaved_one_f_one_b(stages=stages, ranks=ranks, micro_batches=micro_batches, links=links)
+    return training_schedule(
+        layout.schedule,
+        stages=layout.stages,
+        ranks=layout.mesh.pipeline,
+        micro_batches=micro_batches,
+        links=links,
+    )

@@ -40,8 +40,9 @@ def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count
     source = mesh.pipeline_ranks[mesh.plan.placement[0]]
     here = [read(batch) for batch in batches or ()]
     chosen, new = _choose(variants, here)
-    row = _shared(torch.tensor([len(new), _digest(variants), *chosen]), 2 + count, mesh, source)
-    if row[1] != _digest(variants):
+    digest = _digest(variants)
+    row = _shared(torch.tensor([len(new), digest, *chosen]), 2 + count, mesh, source)
+    if row[1] != digest:
         raise CaptureError(
             f"step {step}: the Python numbers that the loss reads differ between ranks; compute them alike everywhere, "
             "or pass them in the batch"

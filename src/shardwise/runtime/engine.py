@@ -32,7 +32,10 @@ from shardwise.runtime.shards import UsedShards
 from shardwise.runtime.share import Filler, Share, of_samples
 from shardwise.runtime.transport import TorchTransport
 from shardwise.runtime.variants import Variant, Variants
-from shardwise.schedule import Links, Schedule, forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b
+from shardwise.schedule import Links, Schedule, forward_only
+from shardwise.schedule.orders import training_schedule
+
+FORWARD_ONLY = "forward-only"
 
 
 @final
@@ -114,7 +117,7 @@ class Engine:
         with ExitStack() as stack:
             looks = [stack.enter_context(inspecting(variant.stages)) for variant in known]
             if share.samples:
-                self._run(self._work(share, step, function), "forward-only", share)
+                self._run(self._work(share, step, function), FORWARD_ONLY, share)
         here = min((found for look in looks for found in look.found), default=None)
         everywhere: list[Any] = [here]
         if dist.is_initialized():
@@ -132,7 +135,7 @@ class Engine:
         if not share.samples:
             return {}
         with evaluating(self.program):
-            return self._run(self._work(share, step, function), "forward-only", share)
+            return self._run(self._work(share, step, function), FORWARD_ONLY, share)
 
     def _update(self, norm: float, step: int) -> bool:
         """Clip and step, or say that this step is skipped."""
@@ -281,12 +284,6 @@ class Engine:
 def make_schedule(plan: Plan, name: str, micro_batches: int, between: Links) -> Schedule:
     """The schedule called `name` of the plan's stages."""
     stages, ranks = len(plan.stages), plan.pipeline_ranks
-    match name:
-        case "gpipe":
-            return gpipe(stages=stages, micro_batches=micro_batches, links=between)
-        case "1f1b":
-            return one_f_one_b(stages=stages, micro_batches=micro_batches, links=between)
-        case "interleaved-1f1b":
-            return interleaved_one_f_one_b(stages=stages, ranks=ranks, micro_batches=micro_batches, links=between)
-        case _:
-            return forward_only(stages=stages, ranks=ranks, micro_batches=micro_batches, links=between)
+    if name == FORWARD_ONLY:
+        return forward_only(stages=stages, ranks=ranks, micro_batches=micro_batches, links=between)
+    return training_schedule(name, stages=stages, ranks=ranks, micro_batches=micro_batches, links=between)

@@ -57,6 +57,21 @@ def interleaved_one_f_one_b(*, stages: int, ranks: int, micro_batches: int, link
     return with_communication("interleaved-1f1b", orders, placement=placement, links=links or Links.chain(stages))
 
 
+def training_schedule(name: str, *, stages: int, ranks: int, micro_batches: int, links: Links) -> Schedule:
+    """The schedule that plans call `name`: one place for what the planner simulates and the runtime runs.
+
+    raises:  ValueError where there is none of that name
+    """
+    match name:
+        case "gpipe":
+            return gpipe(stages=stages, micro_batches=micro_batches, links=links)
+        case "1f1b":
+            return one_f_one_b(stages=stages, micro_batches=micro_batches, links=links)
+        case "interleaved-1f1b":
+            return interleaved_one_f_one_b(stages=stages, ranks=ranks, micro_batches=micro_batches, links=links)
+    raise ValueError(f"there is no schedule {name!r}; use 'gpipe', '1f1b' or 'interleaved-1f1b'")
+
+
 def forward_only(*, stages: int, micro_batches: int, ranks: int | None = None, links: Links | None = None) -> Schedule:
     """Evaluation: each rank runs forwards only, stage s on rank s % ranks. The gradients of `links` are left out.
 
