@@ -22,9 +22,9 @@ import shardwise
 from measuring import Ratio, machine, ratio, seconds
 from shardwise.runtime import Share
 from shardwise.session.build import build_engine
-from shardwise.session.group import Membership
+from shardwise.session.group import join
 
-WIDTH, ROWS, MICRO_BATCHES, LAYERS = 256, 1024, 8, 4
+WIDTH, ROWS, MICRO_BATCHES, LAYERS = 256, 1024, 8, 6
 
 
 def build() -> nn.Sequential:
@@ -68,7 +68,7 @@ def _ours(rank: int, inputs: torch.Tensor, targets: torch.Tensor):
     plan = shardwise.make_plan(
         job, "2x cpu", example, pipeline=2, micro_batches=MICRO_BATCHES, schedule="1f1b", cuts=[f"before {LAYERS // 2}"]
     )
-    engine = build_engine(job, plan, example, Membership(rank, 2, torch.device("cpu"), made=False))
+    engine = build_engine(job, plan, example, join())
     batches = [{"x": x, "y": y} for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True)]
     share = Share(batches if rank == 0 else None, [ROWS] * MICRO_BATCHES, 0, len(inputs))
     return lambda: engine.step(share, 0)

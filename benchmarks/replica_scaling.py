@@ -22,9 +22,9 @@ import shardwise
 from measuring import machine, ratio, seconds
 from shardwise.runtime import Share
 from shardwise.session.build import build_engine
-from shardwise.session.group import Membership
+from shardwise.session.group import join
 
-WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 512, 7, 8, 4096, 64, 4  # SAMPLES of each process
+WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 512, 7, 8, 4096, 64, 8  # SAMPLES of each process
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ def _ours(rank: int, ids: torch.Tensor):
         model=GPT, loss=loss, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4), batch_size=len(ids)
     )
     plan = shardwise.make_plan(job, "2x cpu", ids[:2], replicas=2, micro_batches=1)
-    engine = build_engine(job, plan, ids[:2], Membership(rank, 2, torch.device("cpu"), made=False))
+    engine = build_engine(job, plan, ids[:2], join())
     share = Share([ids[rank * SAMPLES : (rank + 1) * SAMPLES]], [SAMPLES], rank, len(ids))
     return lambda: engine.step(share, 0)
 

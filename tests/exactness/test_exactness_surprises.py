@@ -5,6 +5,8 @@ import pytest
 from shardwise.errors import PlanError
 from workers import Training, assert_equal, plan_of
 from workers.layouts import TWO_REPLICAS, TWO_STAGES
+from workers.pool import TaskError
+from workers.sessions import with_a_number_of_ones_own
 
 ONE_STAGE = {"devices": 1, "micro_batches": 3}
 
@@ -43,3 +45,10 @@ def test_what_is_not_cut_is_right_with_one_stage_which_notes_the_reason(pool, ca
 )
 def test_what_draws_nothing_is_right_under_two_replicas(pool, case):
     assert_equal(pool, Training(case=case, plan=plan_of(case, **TWO_REPLICAS)))
+
+
+def test_a_python_number_that_changed_on_one_rank_only_stops_that_rank(pool, tmp_path):
+    """The graph holds the number of each rank: stages would compute different losses, and nothing would say so."""
+    told = "(?s)rank 1 .*step 1: the Python numbers that the loss reads differ between ranks"
+    with pytest.raises(TaskError, match=told):
+        pool.run(2, with_a_number_of_ones_own, tmp_path)

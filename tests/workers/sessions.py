@@ -4,16 +4,20 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise.data import Data
 from shardwise.job import Job
-from shardwise.plan import Plan
+from shardwise.plan import Plan, make_plan
 from shardwise.session import parallelize
 from shardwise.session.session import Session
+from workers import surprises
 from workers.layouts import BATCH_SIZE, CASES, job_of
 from workers.training import whole
 from zoo import Case
@@ -114,6 +118,23 @@ def count_hook_calls(name: str, plan: Plan, steps: int, run: Path) -> list[int]:
         for step in range(steps):
             session.step(case.batch(BATCH_SIZE, step))
     return [module.calls for module in built[-1].modules() if isinstance(getattr(module, "calls", None), int)]
+
+
+def with_a_number_of_ones_own(run: Path) -> None:
+    """Two steps; before the second, only rank 1 changes a Python number that the loss reads."""
+    settings = SimpleNamespace(beta=1.0)
+    batch = (torch.ones(4, surprises.FEATURES).double(), torch.zeros(4, surprises.FEATURES).double())
+    job = Job(
+        model=surprises.layers,
+        loss=lambda model, batch: settings.beta * surprises.distance(model, batch),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch_size=4,
+    )
+    plan = make_plan(job, "2x cpu", batch, pipeline=2, micro_batches=2)
+    with opened(job, plan, None, run) as session:
+        session.step(batch)
+        settings.beta += dist.get_rank()
+        session.step(batch)
 
 
 def opened(job: Job, plan: Plan, data: Data | None, run: Path) -> Session:

@@ -1,7 +1,7 @@
 """What the ranks of a pipeline must agree on before a step: which graph each micro-batch runs through, and its sizes.
 
-Only the rank that loads sees the batch. It sends the number of new kinds of batch, their signatures if there are any,
-and then two short rows of numbers.
+Only the rank that loads sees the batch. It sends one short row of numbers. Where there are new kinds of batch, it sends
+their signatures, and the row again when each rank has made their graphs.
 """
 
 import hashlib
@@ -40,34 +40,71 @@ def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count
     source = mesh.pipeline_ranks[mesh.plan.placement[0]]
     here = [read(batch) for batch in batches or ()]
     chosen, new = _choose(variants, here)
-    digest = _digest(variants)
-    row = _shared(torch.tensor([len(new), digest, *chosen]), 2 + count, mesh, source)
-    if row[1] != digest:
+    row = _share_row(variants, mesh, source, here, chosen, count, len(new))
+    if row.digest != _digest(variants):
         raise CaptureError(
             f"step {step}: the Python numbers that the loss reads differ between ranks; compute them alike everywhere, "
             "or pass them in the batch"
         )
-    if row[0]:
-        signatures: list[Any] = new if new else [None] * row[0]
+    if row.new:
+        signatures: list[Any] = new if new else [None] * row.new
         if mesh.pipeline is not None:
             dist.broadcast_object_list(signatures, src=source, group=mesh.pipeline)
         for signature in signatures:
             variants.add(signature)
         if here:
             chosen = [_found(variants.find(*each)) for each in here]
-        row[2:] = _shared(torch.tensor(chosen), count, mesh, source)
-    graphs = [variants.known[at] for at in row[2:]]
-    length = sum(sum(graph.ranks) for graph in graphs)
-    faults = [graph.fault(tensors) for graph, (_, tensors) in zip(graphs, here, strict=False)]
-    flat = [size for _, tensors in here for tensor in tensors for size in tensor.shape]
-    row = _shared(torch.tensor([any(faults), *flat], dtype=torch.int64), 1 + length, mesh, source)
-    if row[0]:
+        row = _share_row(variants, mesh, source, here, chosen, count, 0)
+    graphs = [variants.known[at] for at in row.chosen]
+    if row.faulty:
+        faults = [graph.fault(tensors) for graph, (_, tensors) in zip(graphs, here, strict=False)]
         raise LossError(
             f"step {step}: {next(filter(None, faults), f'rank {source} found a batch that it cannot weigh')}"
         )
-    numbers = iter(row[1:])
+    numbers = iter(row.sizes)
     sizes = [tuple(tuple(next(numbers) for _ in range(rank)) for rank in graph.ranks) for graph in graphs]
     return Agreed(graphs, sizes, [tensors for _, tensors in here])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What the rank that loads sends.
+
+    new:     how many kinds of batch have no graph yet; if any, what follows is incomplete
+    digest:  of the Python numbers that the loss reads
+    faulty:  whether a batch has labels that make samples the wrong weight
+    chosen:  the graph of each micro-batch, by number; -1 where there is none yet
+    sizes:   of all dimensions of all fields of all micro-batches, in order
+    """
+
+    new: int
+    digest: int
+    faulty: bool
+    chosen: Sequence[int]
+    sizes: Sequence[int]
+
+
+def _share_row(
+    variants: Variants,
+    mesh: Mesh,
+    source: int,
+    here: Sequence[tuple[Signature, list[Tensor]]],
+    chosen: Sequence[int],
+    count: int,
+    new: int,
+) -> _Row:
+    """The row of the rank that loads, on every rank of its pipeline; of one length, whatever it says."""
+    length = 3 + count * (1 + variants.most_sizes)
+    flat: list[int] = []
+    if mesh.rank == source:
+        known = [] if new else zip(chosen, here, strict=True)
+        faulty = any(variants.known[at].fault(tensors) for at, (_, tensors) in known)
+        sizes = [] if new else [size for _, tensors in here for tensor in tensors for size in tensor.shape]
+        flat = [new, _digest(variants), faulty, *chosen, *sizes]
+        flat += [0] * (length - len(flat))
+    shared = _shared(torch.tensor(flat, dtype=torch.int64), length, mesh, source)
+    return _Row(shared[0], shared[1], bool(shared[2]), shared[3 : 3 + count], shared[3 + count :])
 
 
 def _choose(variants: Variants, here: Sequence[tuple[Signature, list[Tensor]]]) -> tuple[list[int], list[Signature]]:

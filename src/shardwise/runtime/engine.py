@@ -99,15 +99,16 @@ class Engine:
         if self._used is not None:
             self._used.finish()
         gradients.sum_tied(self._tied)
-        total, weight, metrics = self.totals(share, results)
+        total, weight, metrics, square = self._totals(share, results, gradients.square(self._counted, self.device))
         if not math.isfinite(total):
             self.forget()
             raise LossError(f"the loss of step {step} is {total}{self._origin(share, step)}")
         if not weight > 0:
             self.forget()
             raise LossError(f"the weights of the loss of step {step} sum to {weight}; a mean needs at least one term")
-        gradients.divide(list(self._trained.values()), by=weight / share.total * self.loss_scale.value)
-        return total / weight, gradients.norm(self._counted, self.mesh.model, self.device), metrics
+        by = weight / share.total * self.loss_scale.value
+        gradients.divide(list(self._trained.values()), by)
+        return total / weight, math.sqrt(square) / by, metrics
 
     def _origin(self, share: Share, step: int) -> str:
         """Where a loss that is not finite began, found by one more forward pass."""
@@ -213,6 +214,8 @@ class Engine:
         return TorchTransport(self.mesh.pipeline, self.mesh.pipeline_ranks, self.plan.placement)
 
     def _to_device(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.device, non_blocking=True)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), value)
 
     def _root(self, results: Any, of_scalar: float, of_sum: float) -> tuple[Tensor, Tensor]:
@@ -247,11 +250,20 @@ class Engine:
         return [
             p
             for name, p in self._trained.items()
-            if owners.get(name, (place.pipeline,))[0] == place.pipeline and (isinstance(p, DTensor) or place.shard == 0)
+            if owners.get(name, (place.pipeline,))[0] == place.pipeline
+            and place.replica == 0
+            and (isinstance(p, DTensor) or place.shard == 0)
         ]
 
     def totals(self, share: Share, results: Mapping[int, Any]) -> tuple[float, float, Mapping[str, float]]:
         """The sums of loss and weight over the world, and each metric's mean over samples."""
+        loss, weight, metrics, _ = self._totals(share, results, torch.zeros(()))
+        return loss, weight, metrics
+
+    def _totals(
+        self, share: Share, results: Mapping[int, Any], square: Tensor
+    ) -> tuple[float, float, Mapping[str, float], float]:
+        """As `totals`, and the sum of the ranks' `square`: one message for all of them."""
         names = self._metric_names(results)
         sums = torch.zeros(3 + len(names), dtype=torch.float64)
         for at, result in results.items():
@@ -261,11 +273,11 @@ class Engine:
             sums[2] += samples
             for place, name in enumerate(names):
                 sums[3 + place] += float(result["metrics"][name]) * samples
+        message = torch.cat([sums.to(self.device), square.to(self.device, torch.float64).reshape(1)])
         if dist.is_initialized():
-            sums = sums.to(self.device)
-            dist.all_reduce(sums)
-        loss, weight, samples, *means = sums.tolist()
-        return loss, weight, {name: mean / samples for name, mean in zip(names, means, strict=True)}
+            dist.all_reduce(message)
+        loss, weight, samples, *means, squares = message.tolist()
+        return loss, weight, {name: mean / samples for name, mean in zip(names, means, strict=True)}, squares
 
     def _metric_names(self, results: Mapping[int, Any]) -> Sequence[str]:
         """Which metrics the loss gives; with the module as it is, known from the first step."""

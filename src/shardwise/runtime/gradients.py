@@ -19,14 +19,18 @@ class ReplicaSum:
     gradients of the last micro-batch are there and the buckets before it have started, so that all ranks start them in
     one order whatever their branches do. What no gradient came for joins in at the end, with zeros. A parameter that no
     rank used keeps no gradient.
+
+    A gradient moves into its bucket as it comes, still in the cache, and what autograd made for it is free at once: the
+    buckets are the only memory of gradients, kept from step to step.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters = dict(reversed([(name, p) for name, p in parameters.items() if p.requires_grad]))
         self._group = group
-        self._buckets = _buckets(self._parameters)
-        self._bucket_of = {name: at for at, bucket in enumerate(self._buckets) for name in bucket}
-        self._flats: dict[int, Tensor] = {}
+        self._buckets = [
+            _Bucket({name: self._parameters[name] for name in names}) for names in _split(self._parameters)
+        ]
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name))
         self._reset()
@@ -38,7 +42,7 @@ class ReplicaSum:
     def complete(self, names: Collection[str]) -> None:
         """No gradient comes any more for these."""
         for name in names:
-            self._came(name)
+            self._ready(name)
 
     def finish(self) -> None:
         """Start what has not started, and wait: every gradient is the sum over replicas."""
@@ -46,56 +50,81 @@ class ReplicaSum:
         used = used.to(next(iter(self._parameters.values())).device) if self._parameters else used
         self.arm(self._parameters)
         self.complete(self._parameters)
-        dist.all_reduce(used, dist.ReduceOp.MAX, self._group)
-        by_any = dict(zip(self._parameters, used.tolist(), strict=True))
-        for work, flat, names in self._works:
-            work.wait()
-            for name, part in zip(names, flat.split([self._parameters[n].numel() for n in names]), strict=True):
-                parameter = self._parameters[name]
-                parameter.grad = part.view(parameter.shape) if by_any[name] else None
+        work = dist.all_reduce(used, dist.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+        for each in (*self._works, work):
+            each.wait()
+        for (name, parameter), by_any in zip(self._parameters.items(), used.tolist(), strict=True):
+            parameter.grad = self._bucket_of[name].views[name] if by_any else None
         self._reset()
 
     def _reset(self) -> None:
         self._armed: set[str] = set()
-        self._missing = [set(bucket) for bucket in self._buckets]
-        self._works: list[tuple[dist.Work, Tensor, Sequence[str]]] = []
+        self._works: list[dist.Work] = []
+        for bucket in self._buckets:
+            bucket.missing.update(bucket.views)
 
     def _came(self, name: str) -> None:
+        self._bucket_of[name].take(name)
+        self._ready(name)
+
+    def _ready(self, name: str) -> None:
         if name in self._armed:
-            self._missing[self._bucket_of[name]].discard(name)
+            self._bucket_of[name].missing.discard(name)
             self._start_ready()
 
-    def _flat(self, at: int, parts: Sequence[Tensor]) -> Tensor:
-        """The gradients of a bucket in one tensor, kept from step to step: new memory is slow to come by."""
-        size = sum(part.numel() for part in parts)
-        if at not in self._flats or self._flats[at].numel() != size:
-            self._flats[at] = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
-        return torch.cat(list(parts), out=self._flats[at])
-
     def _start_ready(self) -> None:
-        for at in range(len(self._works), len(self._buckets)):
-            if self._missing[at]:
+        for bucket in self._buckets[len(self._works) :]:
+            if bucket.missing:
                 return
-            names = self._buckets[at]
-            parameters = [self._parameters[name] for name in names]
-            parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-            flat = self._flat(at, parts)
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            bucket.clear_unused()
+            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
             assert work is not None
-            self._works.append((work, flat, names))
+            self._works.append(work)
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Names in order, of one type and about BUCKET_BYTES together."""
-    buckets: list[list[str]] = []
+@final
+class _Bucket:
+    """Gradients of one type in one tensor, that are summed together.
+
+    views:    of each parameter's part, in its shape
+    missing:  names of parameters whose gradient is not whole yet
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        first = next(iter(parameters.values()))
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = zip(parameters.items(), self.flat.split(sizes), strict=True)
+        self.views = {name: part.view(parameter.shape) for (name, parameter), part in parts}
+        self.missing: set[str] = set()
+        self._parameters = parameters
+
+    def take(self, name: str) -> None:
+        """Move the gradient of a parameter here, unless it is: later micro-batches add to it in place."""
+        parameter, view = self._parameters[name], self.views[name]
+        gradient = parameter.grad
+        if gradient is not None and gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def clear_unused(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                self.views[name].zero_()
+
+
+def _split(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """In order, of one type and about BUCKET_BYTES together."""
+    parts: list[dict[str, nn.Parameter]] = []
     size, dtype = 0, None
     for name, parameter in parameters.items():
-        if not buckets or size >= BUCKET_BYTES or parameter.dtype != dtype:
-            buckets.append([])
+        if not parts or size >= BUCKET_BYTES or parameter.dtype != dtype:
+            parts.append({})
             size, dtype = 0, parameter.dtype
-        buckets[-1].append(name)
+        parts[-1][name] = parameter
         size += parameter.numel() * parameter.element_size()
-    return buckets
+    return parts
 
 
 def sum_tied(copies: Sequence[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
@@ -115,19 +144,13 @@ def divide(parameters: Sequence[nn.Parameter], by: float) -> None:
         torch._foreach_div_(gradients, by)
 
 
-def norm(counted: Sequence[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """The 2-norm of the gradient of the whole model.
-
-    counted:  this rank's parameters, a tied one on one rank only
-    group:    the ranks that hold one copy of the model between them
-    """
+def square(counted: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """The squares of all numbers of these parameters' gradients, summed: a scalar of float64."""
     gradients = [local(p.grad) for p in counted if p.grad is not None and local(p.grad).numel()]
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for part in torch._foreach_norm(gradients) if gradients else ():
-        squares += part.double() ** 2
-    if group is not None:
-        dist.all_reduce(squares, group=group)
-    return float(squares.sqrt())
+        total += part.double() ** 2
+    return total
 
 
 def local(tensor: Tensor) -> Tensor:

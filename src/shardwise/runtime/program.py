@@ -155,7 +155,7 @@ def graph_program(
         make_stage=make_stage,
         frozen=found.chain.graph.capture.scalars,
     )
-    variants.known.append(make_variant(found, bounds, variants))
+    variants.keep(make_variant(found, bounds, variants))
     return Program(
         parameters={name: value for name, value in here.items() if isinstance(value, nn.Parameter)},
         buffers={name: value for name, value in here.items() if not isinstance(value, nn.Parameter)},

@@ -1,6 +1,6 @@
 """Carry tensors between the ranks of a pipeline over torch.distributed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -22,6 +22,8 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], placement: Sequence[int]) -> None:
         self._group = group
         self._rank_of = [ranks[place] for place in placement]
+        # NCCL takes one group after the other; gloo knows no groups, and starts each message at once.
+        self.queues = dist.get_backend(group) != "gloo"
 
     def start(
         self,
@@ -29,23 +31,27 @@ class TorchTransport:
         outgoing: Mapping[Transfer, Sequence[Tensor]],
         incoming: Mapping[Transfer, Sequence[Tensor]],
     ) -> "TorchPending":
-        ops, owners = [], []
+        messages: list[_Message] = []
         for transfer in exchange.sends:
-            for tensor in outgoing[transfer]:
-                ops.append(dist.P2POp(dist.isend, _bytes(tensor), self._rank_of[transfer.target], self._group))
-                owners.append(transfer)
+            peer = self._rank_of[transfer.target]
+            messages += [(transfer, dist.isend, _bytes(t), peer) for t in outgoing[transfer] if t.numel()]
         for transfer in exchange.receives:
-            for tensor in incoming[transfer]:
-                ops.append(dist.P2POp(dist.irecv, _bytes(tensor), self._rank_of[transfer.source], self._group))
-                owners.append(transfer)
-        kept = [(op, owner) for op, owner in zip(ops, owners, strict=True) if op.tensor.numel()]
-        works = dist.batch_isend_irecv([op for op, _ in kept]) if kept else []
-        # NCCL gives one work for the whole group, gloo one for each op.
-        each = len(works) == len(kept)
-        by_transfer: dict[Transfer, list[dist.Work]] = {}
-        for place, (_, owner) in enumerate(kept):
-            by_transfer.setdefault(owner, []).append(works[place if each else 0])
-        return TorchPending(by_transfer)
+            peer = self._rank_of[transfer.source]
+            messages += [(transfer, dist.irecv, _bytes(t), peer) for t in incoming[transfer] if t.numel()]
+        works: dict[Transfer, list[dist.Work]] = {}
+        for (transfer, *_), work in zip(messages, self._start(messages), strict=True):
+            works.setdefault(transfer, []).append(work)
+        return TorchPending(works)
+
+    def _start(self, messages: Sequence["_Message"]) -> Sequence[dist.Work]:
+        """The work that each message is part of."""
+        if not messages:
+            return []
+        if not self.queues:
+            return [_started(start(tensor, peer, self._group)) for _, start, tensor, peer in messages]
+        ops = [dist.P2POp(start, tensor, peer, self._group) for _, start, tensor, peer in messages]
+        works = dist.batch_isend_irecv(ops)
+        return works if len(works) == len(ops) else works * len(ops)  # one work, for the whole group
 
 
 @final
@@ -61,6 +67,14 @@ class TorchPending:
 
     def done(self) -> bool:
         return all(work.is_completed() for works in self.works.values() for work in works)
+
+
+_Message = tuple[Transfer, Callable[..., dist.Work | None], Tensor, int]
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only a rank that is not of the group starts nothing"
+    return work
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class Variants:
     weighs:     whether the function is a loss whose micro-batches are weighed
     training:   the mode of the model while it is captured
     frozen:     the Python numbers that the captures so far may have frozen, as they are now
+    most_sizes: that a batch of any variant so far had, those forgotten included: all ranks know the same number
     """
 
     function: Callable[[Any, Any], Any]
@@ -92,6 +93,7 @@ class Variants:
     known: list[Variant] = field(default_factory=list)
     frozen: Mapping[str, object] = field(default_factory=dict)
     changes: int = 0
+    most_sizes: int = 0
 
     def find(self, signature: Signature, tensors: Sequence[Tensor]) -> int | None:
         """The variant that can run this batch, by number."""
@@ -111,7 +113,11 @@ class Variants:
         with _mode(self.model, self.training):
             found = capture_chain(self.function, self.model, batch, self.precision, self.device, self.weighs)
         self.frozen = {**self.frozen, **found.chain.graph.capture.scalars}
-        self.known.append(make_variant(found, bounds_by_owner(found.chain, self.holders, self.stages), self))
+        self.keep(make_variant(found, bounds_by_owner(found.chain, self.holders, self.stages), self))
+
+    def keep(self, variant: Variant) -> None:
+        self.known.append(variant)
+        self.most_sizes = max(self.most_sizes, sum(variant.ranks))
 
     def refresh(self, step: int) -> None:
         """Forget every graph where a Python number that it froze has changed.

@@ -1,9 +1,10 @@
 """Add the communication to the order in which ranks compute, so that no group of transfers can wait in a circle.
 
 The order is played once in units of time: a forward takes 4, a backward 8, a transfer 1. Every transfer gets the *slot*
-at which its producer finishes. A transfer of the batch, which nothing has to compute, gets the slot one forward and one
-transfer before its use. Each rank starts one Exchange per slot, with all the transfers of that slot in which it takes
-part, behind what it has finished by then and in front of what it is still computing:
+at which its producer finishes. Fields of the batch, which nothing has to compute, go with the activation that stage 0
+gives the same stage; where it gives none, one forward and one transfer before their use. Each rank starts one Exchange
+per slot, with all the transfers of that slot in which it takes part, behind what it has finished by then and in front
+of what it is still computing:
 
     stage 0    F0--F1--          B0------    B1------
     stage 1         F0--B0------F1--B1------
@@ -102,10 +103,12 @@ def _slots(finish: Mapping[Compute, int], placement: tuple[int, ...], links: Lin
             if placement[transfer.source] == placement[transfer.target]:
                 continue
             producer = producer_of(transfer)
-            if isinstance(producer, Load):
-                slots[transfer] = max(0, finished - _units(compute) - FORWARD_UNITS - TRANSFER_UNITS)
-            else:
+            if not isinstance(producer, Load):
                 slots[transfer] = finish[producer]
+            elif (0, transfer.target) in links.activations:
+                slots[transfer] = finish[Forward(0, transfer.micro_batch)]
+            else:
+                slots[transfer] = max(0, finished - _units(compute) - FORWARD_UNITS - TRANSFER_UNITS)
     return slots
 
 

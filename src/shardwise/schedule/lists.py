@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from shardwise.schedule.actions import Action, Backward, Compute, Forward, Load, Reduce, Transfer
 
@@ -47,26 +48,36 @@ class Links:
 
     def inputs(self, compute: Compute) -> tuple[Transfer, ...]:
         """What the other stages must have given before `compute`, those on the same rank included."""
-        stage, micro_batch = compute.stage, compute.micro_batch
-        if isinstance(compute, Backward):
-            sources = (source for source, target in self.gradients if target == stage)
-            return tuple(sorted(Transfer("gradient", micro_batch, source, stage) for source in sources))
-        sources = (source for source, target in self.activations if target == stage)
-        batch = [Transfer("batch", micro_batch, 0, stage)] if stage in self.batch else []
-        return tuple(sorted([*batch, *(Transfer("activation", micro_batch, source, stage) for source in sources)]))
+        return _inputs(self, compute)
 
     def outputs(self, producer: Load | Compute) -> tuple[Transfer, ...]:
         """What `producer` gives to other stages, those on the same rank included."""
-        micro_batch = producer.micro_batch
-        match producer:
-            case Load():
-                return tuple(Transfer("batch", micro_batch, 0, stage) for stage in sorted(self.batch))
-            case Forward(stage):
-                targets = sorted(target for source, target in self.activations if source == stage)
-                return tuple(Transfer("activation", micro_batch, stage, target) for target in targets)
-            case Backward(stage):
-                targets = sorted(target for source, target in self.gradients if source == stage)
-                return tuple(Transfer("gradient", micro_batch, stage, target) for target in targets)
+        return _outputs(self, producer)
+
+
+@lru_cache(maxsize=2**14)  # every action of every step asks
+def _inputs(links: Links, compute: Compute) -> tuple[Transfer, ...]:
+    stage, micro_batch = compute.stage, compute.micro_batch
+    if isinstance(compute, Backward):
+        sources = (source for source, target in links.gradients if target == stage)
+        return tuple(sorted(Transfer("gradient", micro_batch, source, stage) for source in sources))
+    sources = (source for source, target in links.activations if target == stage)
+    batch = [Transfer("batch", micro_batch, 0, stage)] if stage in links.batch else []
+    return tuple(sorted([*batch, *(Transfer("activation", micro_batch, source, stage) for source in sources)]))
+
+
+@lru_cache(maxsize=2**14)
+def _outputs(links: Links, producer: Load | Compute) -> tuple[Transfer, ...]:
+    micro_batch = producer.micro_batch
+    match producer:
+        case Load():
+            return tuple(Transfer("batch", micro_batch, 0, stage) for stage in sorted(links.batch))
+        case Forward(stage):
+            targets = sorted(target for source, target in links.activations if source == stage)
+            return tuple(Transfer("activation", micro_batch, stage, target) for target in targets)
+        case Backward(stage):
+            targets = sorted(target for source, target in links.gradients if source == stage)
+            return tuple(Transfer("gradient", micro_batch, stage, target) for target in targets)
 
 
 def producer_of(transfer: Transfer) -> Load | Compute:
@@ -80,7 +91,7 @@ def producer_of(transfer: Transfer) -> Load | Compute:
             return Backward(transfer.source, transfer.micro_batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """What each rank of the pipeline does in a step, in order, communication included.
 
@@ -112,7 +123,7 @@ class Schedule:
         if linked and max(linked) >= self.stages:
             raise ValueError(f"links name stage {max(linked)}, but the stages are 0 to {self.stages - 1}")
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether anything runs backward."""
         return any(isinstance(action, Backward | Reduce) for actions in self.ranks for action in actions)

@@ -27,7 +27,14 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's end of the channels to all other ranks."""
+    """One rank's end of the channels to all other ranks.
+
+    queues:  whether a group starts only when the groups before it are complete, as on NCCL. Where not, a rank that
+             computes on the thread that starts transfers may open a receive before its turn
+    """
+
+    @property
+    def queues(self) -> bool: ...
 
     def start(self, exchange: Exchange, outgoing: Payloads, incoming: Payloads) -> Pending:
         """Start all transfers of `exchange` as one group, and return at once.
@@ -51,6 +58,8 @@ class InMemoryTransport:
     Use it in a `with`: leaving tells the other ranks that this one starts nothing more, so that they need not wait.
     After an error, all ends raise it, and the network is of no further use.
     """
+
+    queues = True
 
     def __init__(self, network: "_Network", rank: int) -> None:
         self._network = network

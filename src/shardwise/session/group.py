@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import distributed as dist
 
+from shardwise.session.allocator import keep_freed_memory
 from shardwise.world import joined
 
 TIMEOUT = timedelta(minutes=30)  # a rank may compile, load or save this long while the others wait
@@ -48,8 +49,9 @@ def join(environment: Mapping[str, str] = os.environ) -> Membership:
 
 
 def _device(local_rank: int) -> torch.device:
-    """The device of a rank: its CUDA device where there are enough, else the CPU."""
+    """The device of a rank, made ready: its CUDA device where there are enough, else the CPU."""
     if local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+    keep_freed_memory()
     return torch.device("cpu")
