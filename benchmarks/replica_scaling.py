@@ -24,7 +24,7 @@ from shardwise.runtime import Share
 from shardwise.session.build import build_engine
 from shardwise.session.group import join
 
-WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 512, 7, 8, 4096, 64, 8  # SAMPLES of each process
+WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH, SAMPLES = 512, 6, 8, 4096, 64, 9  # SAMPLES of each process
 
 
 class Block(nn.Module):

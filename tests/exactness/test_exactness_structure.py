@@ -82,3 +82,8 @@ def test_17_every_row_of_a_tied_table_moves_that_no_number_of_ranks_divides(pool
     assert before.shape == (7, 4)
     assert (before != after["embedding.weight"]).any(dim=1).all()
     assert "head.weight" not in after
+
+
+@pytest.mark.parametrize("case", ["bert", "gpt_tied", "convnet_dropout"])
+def test_stages_may_be_sharded(pool, case):
+    assert_equal(pool, training_of(case, {"devices": 4, "pipeline": 2, "shards": 2, "micro_batches": 2}))

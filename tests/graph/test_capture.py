@@ -132,7 +132,7 @@ def test_a_capture_on_a_sharded_or_dropped_parameter_needs_only_its_shape():
     assert captured(model, numbers(3, 8)).graph.fingerprint == wanted
 
 
-def test_casts_of_the_precision_are_in_the_graph():
+def test_a_graph_knows_the_types_that_autocast_will_give():
     model = nn.Linear(8, 8)
     found = capture(lambda model, x: [model(x).sum()], model, torch.ones(2, 8), precision="bf16")
     kinds = {node.meta["val"].dtype for node in found.module.graph.nodes if str(node.target) == "aten.linear.default"}

@@ -1,7 +1,7 @@
 """Tasks that go through the user's own door, `parallelize`, on one rank."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise.data import Data
-from shardwise.job import Job
+from shardwise.errors import LossError
+from shardwise.job import Job, Precision
 from shardwise.plan import Plan, make_plan
 from shardwise.session import parallelize
 from shardwise.session.session import Session
@@ -135,6 +136,66 @@ def with_a_number_of_ones_own(run: Path) -> None:
         session.step(batch)
         settings.beta += dist.get_rank()
         session.step(batch)
+
+
+@final
+class Ratio(nn.Module):
+    """[B, D], [B, 1] to [B, D]."""
+
+    def forward(self, x: Tensor, divisor: Tensor) -> Tensor:
+        return x / divisor
+
+
+@final
+class Rated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.ratio, self.last = surprises.layers(), Ratio(), surprises.layers()
+
+    def forward(self, x: Tensor, divisor: Tensor) -> Tensor:
+        return self.last(self.ratio(self.first(x), divisor))
+
+
+def divided_by_zero(run: Path) -> tuple[str, bool]:
+    """One step of 4 micro-batches in two stages; in the third the second stage divides by 0.
+
+    returns:  the error that came, and whether the parameters of this rank are as they were
+    """
+    x, divisor = torch.ones(8, surprises.FEATURES).double(), torch.ones(8, 1).double()
+    divisor[5] = 0
+    job = Job(
+        model=Rated,
+        loss=lambda model, batch: model(*batch).square().mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch_size=8,
+    )
+    plan = make_plan(job, "2x cpu", (x, divisor), pipeline=2, micro_batches=4, cuts=["before ratio"])
+    with opened(job, plan, None, run) as session:
+        session.step((x, torch.ones_like(divisor)))
+        before, _ = held(session)
+        before = {name: value.clone() for name, value in before.items()}
+        try:
+            session.step((x, divisor))
+        except LossError as error:
+            return str(error), all(torch.equal(value, before[name]) for name, value in held(session)[0].items())
+    return "", True
+
+
+def train_in_precision(precision: Precision, asked: Mapping[str, Any], batches: Sequence[Any], run: Path) -> Seen:
+    """A step on each batch, of 8 samples, in single precision or less."""
+    job = Job(
+        model=single,
+        loss=surprises.distance,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch_size=8,
+        precision=precision,
+    )
+    with opened(job, make_plan(job, "2x cpu", batches[0], **asked), None, run) as session:
+        return Seen([session.step(batch).loss for batch in batches], [], *held(session))
+
+
+def single() -> nn.Module:
+    return surprises.layers().float()
 
 
 def opened(job: Job, plan: Plan, data: Data | None, run: Path) -> Session:

@@ -110,7 +110,7 @@ def capture(
 
 
 def autocast(precision: Precision, device: str) -> torch.autocast:
-    """The context in which the job's forward pass runs."""
+    """The context in which the job's forward pass runs, also as a graph: export records what is above autocast."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     enabled = precision != "fp32"
     return torch.autocast(device, dtype=dtype if enabled else None, enabled=enabled)

@@ -37,11 +37,12 @@ def _headline(plan: Plan) -> str:
 def _how(plan: Plan) -> str:
     sizes = plan.micro_batch_sizes()[0]
     spread = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} to {sizes[0]}"
+    schedule = f"{plan.schedule}, " if len(plan.stages) > 1 else ""  # of one stage, all are the same
     recompute = ", recomputes its blocks" if plan.recompute else ""
     return (
         f"batch of {plan.batch_size}: {_counted(plan.data_ranks, 'data rank')} x "
         f"{_counted(plan.micro_batches, 'micro-batch')} of {spread}; "
-        f"{plan.schedule}, {plan.precision}, weighed: {plan.weighting}{recompute}"
+        f"{schedule}{plan.precision}, weighed: {plan.weighting}{recompute}"
     )
 
 

@@ -130,7 +130,7 @@ def graph_program(
     sharded: list[FSDPModule] = []
 
     def make_stage(graph: Graph, ports: Ports, number: int) -> Stage:
-        stage = graph_stage(graph, ports, here.__getitem__, plan.stages[number].recompute, device)
+        stage = graph_stage(graph, ports, here.__getitem__, plan.stages[number].recompute, job.precision, device)
         if shards is not None:
             if variants.known or sharded_stages & {number}:
                 raise PlanError(
@@ -211,7 +211,7 @@ def forward_program(
         stages=trained.stages,
         holders=trained.holders,
         mine=trained.mine,
-        make_stage=lambda graph, ports, number: graph_stage(graph, ports, resolve, (), device),
+        make_stage=lambda graph, ports, number: graph_stage(graph, ports, resolve, (), job.precision, device),
         weighs=weighs,
         training=False,
     )

@@ -37,10 +37,18 @@ class Stage(Protocol):
 
 @final
 class GraphStage(nn.Module):
-    """A stage whose children are its segments, each a module that owns its parameters."""
+    """A stage whose children are its segments, each a module that owns its parameters.
+
+    The graph was recorded above autocast: `context` must be that of the capture, or nothing is cast.
+    """
 
     def __init__(
-        self, graph: Graph, pieces: Pieces, shared: Mapping[str, nn.Parameter], recompute: Sequence[int]
+        self,
+        graph: Graph,
+        pieces: Pieces,
+        shared: Mapping[str, nn.Parameter],
+        recompute: Sequence[int],
+        context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         self.ports: Ports = pieces.ports
@@ -49,6 +57,7 @@ class GraphStage(nn.Module):
         self.shared = nn.ParameterList(shared[name] for name in pieces.ports.shared)
         self._pieces = pieces.pieces
         self._recompute = frozenset(recompute)
+        self._context = context
         self._results = results(graph)
         self._tree = graph.capture.outputs
         self._last = pieces.ports.segments[-1].stop == len(graph.ops)
@@ -57,7 +66,8 @@ class GraphStage(nn.Module):
         self._wanted = tuple(leaves if self._last else pieces.ports.outputs)
 
     def compute(self, draws: Draws, fields: Sequence[Tensor], values: Values) -> Outputs:
-        known: Values = self(draws, list(fields), dict(values))
+        with self._context():
+            known: Values = self(draws, list(fields), dict(values))
         if not self._last:
             return Outputs(known)
         leaves = [known[leaf.name] if isinstance(leaf, Result) else leaf for leaf in self._results]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.graph import (
     Refusal,
     Signature,
     Sizes,
+    autocast,
     capture,
     chain,
     cut,
@@ -247,8 +249,14 @@ def _describe(signature: Signature) -> str:
 
 
 def graph_stage(
-    graph: Graph, ports: Ports, resolve: Callable[[str], Any], recompute: Sequence[int], device: torch.device
+    graph: Graph,
+    ports: Ports,
+    resolve: Callable[[str], Any],
+    recompute: Sequence[int],
+    precision: Precision,
+    device: torch.device,
 ) -> GraphStage:
     """One stage of `graph`, with the parameters that `resolve` gives."""
     shared = {name: resolve(name) for name in ports.shared}
-    return GraphStage(graph, take(graph, ports, resolve), shared, recompute).to(device)
+    context = partial(autocast, precision, device.type)
+    return GraphStage(graph, take(graph, ports, resolve), shared, recompute, context).to(device)

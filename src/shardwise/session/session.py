@@ -1,6 +1,7 @@
 """The user's object: a job under way."""
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,7 +144,7 @@ class Session:
             loads=self._loads,
             seed=self._job.seed,
         )
-        self._resume(feed)
+        self._resume(feed, until)
         tracker = self._tracker(until)
         try:
             yield from self._train(feed, tracker, until)
@@ -239,7 +240,7 @@ class Session:
     def _asked_plan(self) -> Plan | Path | str:
         return self._options.plan or self._asked
 
-    def _resume(self, feed: Feed) -> None:
+    def _resume(self, feed: Feed, until: int) -> None:
         if self._at.step or self._options.fresh:
             return
         found = open_latest(self._options.run)
@@ -249,6 +250,8 @@ class Session:
                 feed.restore(self._at.data)
             if self._joined.rank == 0 and self._options.output == "progress":
                 Console().print(f"resumed from {found.path} at step {self._at.step}")
+                if self._at.step >= until:
+                    Console().print(f"nothing is left of {until} steps: ask for more, or begin anew with --fresh")
 
     def _restore(self, found: Checkpoint) -> None:
         meta = load_engine(self._ready, found, self._described)
@@ -375,5 +378,9 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _peak_memory(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def _peak_memory(device: torch.device) -> int:
+    """Of the allocator on a GPU; on the CPU, of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

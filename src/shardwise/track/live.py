@@ -41,7 +41,8 @@ class LiveLine:
         self._live = Live(console=console, auto_refresh=False)
 
     def record(self, report: StepReport) -> None:
-        self._recent.append(report.seconds)
+        if self._last is not None:  # the first step warms up, and tells nothing of the others
+            self._recent.append(report.seconds)
         self._last = report
         if not self._live.is_started:
             self._live.start()
@@ -67,9 +68,12 @@ class PlainLines:
         self._recent: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._printed_at = float("-inf")
         self._unprinted: StepReport | None = None
+        self._warm = False
 
     def record(self, report: StepReport) -> None:
-        self._recent.append(report.seconds)
+        if self._warm:
+            self._recent.append(report.seconds)
+        self._warm = True
         self._unprinted = report
         if self._now() - self._printed_at >= _SECONDS_BETWEEN_LINES or report.step == self._steps:
             self._print(report)
@@ -84,9 +88,11 @@ class PlainLines:
         print(f"{count(report, self._steps)}  {facts(report, left)}", file=self._stream, flush=True)
 
 
-def seconds_left(recent: Sequence[float], step: int, steps: int) -> float:
+def seconds_left(recent: Sequence[float], step: int, steps: int) -> float | None:
     """Steps still to do times the median of the `recent` seconds per step: one slow step moves it little."""
-    return max(steps - step, 0) * median(recent)
+    if step >= steps:
+        return 0.0
+    return (steps - step) * median(recent) if recent else None
 
 
 def count(report: StepReport, steps: int) -> str:
@@ -94,13 +100,11 @@ def count(report: StepReport, steps: int) -> str:
     return f"step {report.step:,}/{steps:,}"
 
 
-def facts(report: StepReport, left_seconds: float) -> str:
+def facts(report: StepReport, left_seconds: float | None) -> str:
     """The rest of the line, what matters most first, since a narrow terminal cuts it; what is not known is left out."""
-    parts = [
-        f"loss {report.loss:.4f}",
-        f"{_short(report.samples_per_second)} samples/s",
-        f"{duration(left_seconds)} left",
-    ]
+    parts = [f"loss {report.loss:.4f}", f"{_short(report.samples_per_second)} samples/s"]
+    if left_seconds is not None:
+        parts.append(f"{duration(left_seconds)} left")
     if report.grad_norm is not None:
         parts.append(f"grad {_short(report.grad_norm)}")
     if report.memory_bytes is not None:
@@ -123,7 +127,7 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if 1_000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def _row(report: StepReport, steps: int, left_seconds: float) -> Text:
+def _row(report: StepReport, steps: int, left_seconds: float | None) -> Text:
     """Cut at the right where the terminal is narrow, so it is always one line."""
     done = min(_BAR_WIDTH * report.step // steps, _BAR_WIDTH)
     bar = (("━" * done, "green"), ("━" * (_BAR_WIDTH - done), "bright_black"))

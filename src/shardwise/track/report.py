@@ -14,5 +14,5 @@ class StepReport:
     samples_per_second: float
     learning_rate: float  # of the first group, as this step used it
     seconds: float  # from the end of the step before to the end of this one
-    memory_bytes: int | None  # the most that any rank's device held; None where the device does not tell
+    memory_bytes: int | None  # the most that the device of rank 0 has held; on the CPU, its whole process
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss returned beside the loss
