@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, 
 from shardwise.graph import Capture, Refusal, capture
 from shardwise.job import Mean, objective
 from shardwise.plan import Guard, rewrite, weigh
-from shardwise.plan.weighting import labels_of_batch, weight_of_batch
+from shardwise.plan.weighting import check_of_batch, weight_of_batch
 
 SAMPLES = 10
 Batch = dict[str, Tensor]
@@ -233,8 +233,12 @@ def test_cross_entropy_beside_another_term_is_guarded():
     (guard,) = weighing.guards
     labels = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"][1]
     assert guard == Guard(labels=labels, ignore_index=-100)
-    module = labels_of_batch(graph, weighing.guards)
-    assert torch.equal(module(*batch().values())[0], batch()["label"])
+    check = check_of_batch(graph, weighing.guards)
+    fields = batch()
+    fields["label"].clamp_(min=0)
+    assert check(list(fields.values())) == ""
+    fields["label"][0] = -100
+    assert check(list(fields.values())).startswith("a label is -100, which the loss ignores")
 
 
 def masked_and_penalised(model, batch):

@@ -191,8 +191,11 @@ def test_labels_that_a_scalar_loss_ignores_beside_another_term_are_refused_with_
     assert plan.weighting == "checked"
     step(asked, plan, batch)
     batch["y"][3] = -100
-    with pytest.raises(LossError, match=r"a label is -100, which the loss ignores.*shardwise.Mean"):
+    told = r"a label is -100, which the loss ignores.*shardwise.Mean"
+    with pytest.raises(LossError, match=told):
         step(asked, plan, batch)
+    with pytest.raises(PlanError, match=told):
+        shardwise.make_plan(asked, "1x cpu", batch, micro_batches=2)
 
 
 def test_a_number_that_keeps_changing_is_asked_for_in_the_batch():

@@ -5,7 +5,7 @@ CPU tensors, so that attention stays one fused op and a model larger than this m
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.cost import OptimizerState, probe_optimizer
 from shardwise.graph import Capture, Chain, Refusal, capture, chain, read, read_graph
 from shardwise.job import Batch, Job, objective
-from shardwise.plan.weighting import Weighing, weigh
+from shardwise.plan.weighting import Weighing, check_of_batch, weigh
 
 
 @final
@@ -59,13 +59,25 @@ def sketch_job(job: Job, example: Batch) -> Sketch:
     return Sketch(
         samples=samples,
         graph=captured if isinstance(captured, Refusal) else _read(captured, model, example, samples),
-        weighing=None if isinstance(captured, Refusal) else weigh(captured),
+        weighing=None if isinstance(captured, Refusal) else _weigh(captured, read(example)[1]),
         tensors={name: tensor.nbytes for name, tensor in tensors.items()},
         gradients={name: parameter.nbytes for name, parameter in trained.items()},
         optimizer=probe_optimizer(job.optimizer, trained),
         couples=_couples(captured, model),
         notes=notes,
     )
+
+
+def _weigh(captured: Capture, fields: Sequence[Tensor]) -> Weighing | Refusal:
+    """As `weigh`; what the run would refuse of each batch like the example is refused now."""
+    weighing = weigh(captured)
+    if isinstance(weighing, Refusal):
+        return weighing
+    check = check_of_batch(captured, weighing.guards)
+    if isinstance(check, Refusal):
+        return check
+    wrong = check(fields)
+    return Refusal(wrong) if wrong else weighing
 
 
 def count_samples(batch: Batch) -> int:

@@ -5,13 +5,14 @@ that division is the last thing that a loss does, the loss is rewritten to (sum,
 the weight of all micro-batches of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, final
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.graph import Capture, Refusal
@@ -114,10 +115,34 @@ def weight_of_batch(rewritten: Capture) -> fx.GraphModule | None:
     return _part_of_batch(rewritten, [weight]) if isinstance(weight, fx.Node) else None
 
 
-def labels_of_batch(capture: Capture, guards: Sequence[Guard]) -> fx.GraphModule | None:
-    """The labels of `guards`, likewise."""
+def check_of_batch(capture: Capture, guards: Sequence[Guard]) -> Callable[[Sequence[Tensor]], str] | Refusal:
+    """What is wrong with a batch of these fields by `guards`, "" where nothing is.
+
+    A refusal where the labels need the model. Labels without values, as while planning, are taken for right ones.
+    """
+    if not guards:
+        return lambda fields: ""
     names = {node.name: node for node in capture.module.graph.nodes}
-    return _part_of_batch(capture, [names[guard.labels] for guard in guards])
+    labels = _part_of_batch(capture, [names[guard.labels] for guard in guards])
+    if labels is None:
+        return Refusal("the labels of this loss come out of the model, so that ignored ones cannot be counted first")
+
+    def check(fields: Sequence[Tensor]) -> str:
+        with torch.no_grad():
+            for found, guard in zip(labels(*fields), guards, strict=True):
+                known = not (found.is_meta or isinstance(found, FakeTensor))
+                if known and bool((found == guard.ignore_index).any()):
+                    return _IGNORED.format(guard.ignore_index)
+        return ""
+
+    return check
+
+
+_IGNORED = (
+    "a label is {0}, which the loss ignores, so that samples are no weight for its mean. Write the loss with its "
+    "weight: total = F.cross_entropy(logits, labels, reduction='sum'); "
+    "return shardwise.Mean(total, (labels != {0}).sum())"
+)
 
 
 def _part_of_batch(capture: Capture, wanted: Sequence[fx.Node]) -> fx.GraphModule | None:

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from shardwise.errors import CaptureError, LossError
 from shardwise.graph import Capture, Refusal, Signature, capture, read
 from shardwise.job import Batch, Precision
-from shardwise.plan import Weighing, rewrite, weigh
-from shardwise.plan.weighting import labels_of_batch, weight_of_batch
+from shardwise.plan import rewrite, weigh
+from shardwise.plan.weighting import check_of_batch, weight_of_batch
 
 MOST_KINDS = 16  # of batches that need a capture each
 
@@ -27,31 +27,10 @@ def weighed(captured: Capture) -> tuple[Capture, Fault]:
     weighing = weigh(captured)
     if isinstance(weighing, Refusal):
         raise CaptureError(f"the micro-batches of this loss cannot be weighed: {weighing}")
-    return rewrite(captured, weighing), _fault(captured, weighing)
-
-
-def _fault(captured: Capture, weighing: Weighing) -> Fault:
-    labels = labels_of_batch(captured, weighing.guards) if weighing.guards else None
-    if weighing.guards and labels is None:
-        raise CaptureError(
-            "the labels of this loss come out of the model, so that ignored ones cannot be counted first"
-        )
-    ignored = [guard.ignore_index for guard in weighing.guards]
-
-    def fault(fields: Sequence[Tensor]) -> str:
-        if labels is None:
-            return ""
-        with torch.no_grad():
-            for found, index in zip(labels(*fields), ignored, strict=True):
-                if bool((found == index).any()):
-                    return (
-                        f"a label is {index}, which the loss ignores, so that samples are no weight for its mean. "
-                        "Write the loss with its weight: total = F.cross_entropy(logits, labels, reduction='sum'); "
-                        f"return shardwise.Mean(total, (labels != {index}).sum())"
-                    )
-        return ""
-
-    return fault
+    check = check_of_batch(captured, weighing.guards)
+    if isinstance(check, Refusal):
+        raise CaptureError(f"the micro-batches of this loss cannot be weighed: {check}")
+    return rewrite(captured, weighing), check
 
 
 @final
