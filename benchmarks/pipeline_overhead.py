@@ -8,18 +8,16 @@ SGD. Ours also sums the loss over ranks, takes the norm of the gradient, and agr
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 from dataclasses import asdict
+from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import shardwise
-from measuring import Ratio, machine, ratio, seconds
+from measuring import Ratio, in_turn, machine, on_two_processes, ratio, seconds
 from shardwise.runtime import Share
 from shardwise.session.build import build_engine
 from shardwise.session.group import join
@@ -36,25 +34,12 @@ def build() -> nn.Sequential:
 cross_entropy = nn.functional.cross_entropy
 
 
-def compare(rank: int, folder: str, rounds: int, repeats: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+def compare(rank: int, rounds: int, repeats: int) -> dict[str, Any]:
     torch.manual_seed(1)
     inputs = torch.randn(MICRO_BATCHES * ROWS, WIDTH)
     targets = torch.randint(WIDTH, (MICRO_BATCHES * ROWS,))
-    ours, theirs = _ours(rank, inputs, targets), _theirs(rank, inputs, targets)
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_number in range(rounds + 2):
-        for at, run in enumerate((ours, theirs)):
-            dist.barrier()
-            taken = seconds(run, repeats)
-            if round_number >= 2:  # the first rounds warm up
-                times[at].append(taken)
-    if rank == 0:
-        with open(f"{folder}/times.json", "w") as file:
-            json.dump({"ours": times[0], "theirs": times[1], "stage_ms": _stage_milliseconds()}, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    runs = {"ours": _ours(rank, inputs, targets), "theirs": _theirs(rank, inputs, targets)}
+    return {**in_turn(runs, rounds, repeats), "stage_ms": _stage_milliseconds() if rank == 0 else 0.0}
 
 
 def _ours(rank: int, inputs: torch.Tensor, targets: torch.Tensor):
@@ -105,11 +90,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="steps in a row in each round")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(compare, (folder, options.rounds, options.repeats), nprocs=2)
-        with open(f"{folder}/times.json") as file:
-            times = json.load(file)
+    times = on_two_processes(compare, options.rounds, options.repeats)
     found: Ratio = ratio(times["ours"], times["theirs"])
     result = {
         "machine": machine(),

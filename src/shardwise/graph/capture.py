@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.graph import signature
 from shardwise.graph.fakes import faked
+from shardwise.graph.names import named_tensors
 from shardwise.graph.regions import inner_ops
 from shardwise.graph.scalars import noted_reads, scalars, that_were_read
 from shardwise.graph.signature import Signature
@@ -218,7 +219,7 @@ def _rename(module: fx.GraphModule, model: nn.Module) -> None:
     constants, and the bodies of no_grad and autocast regions: their nodes keep the value itself.
     """
     first: dict[int, str] = {}
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = dict(named_tensors(model))
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
     canonical = {f"model.{name}": first[id(tensor)] for name, tensor in tensors.items()}

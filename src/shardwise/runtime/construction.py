@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.graph.names import named_tensors
 from shardwise.job import Job
 
 Key = int  # the identity of a storage while the factory ran: tensors that share memory share it
@@ -44,10 +45,7 @@ class Construction:
         if self.ops is None:
             _drop(self.model, names)
             return lambda tensor: tensor
-        named = [
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        ]
+        named = named_tensors(self.model)
         ours = {id(tensor) for name, tensor in named if name in names}
         theirs = {id(tensor) for _, tensor in named} - ours
         recorded = {place.key for op in self.ops for place in op.makes}
@@ -87,7 +85,7 @@ def construct(job: Job) -> Construction:
 
 
 def _drop(model: nn.Module, names: Collection[str]) -> None:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = named_tensors(model)
     held = {id(tensor) for name, tensor in named if name in names}
     for _, tensor in named:
         if id(tensor) not in held:

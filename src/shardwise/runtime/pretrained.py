@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.graph.names import named_tensors
 
 
 def fill(tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], folder: Path) -> None:
@@ -33,9 +34,8 @@ def fill(tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], fo
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Every name of each parameter and buffer that a state dict holds, by the first."""
     saved = model.state_dict().keys()
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names: dict[int, list[str]] = {}
-    for name, tensor in named:
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
     return {found[0]: tuple(found) for found in names.values() if found[0] in saved}
 
