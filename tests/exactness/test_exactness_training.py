@@ -20,6 +20,7 @@ from workers.sessions import (
     train_and_evaluate,
     train_in_parts,
     train_on_shards,
+    with_a_sparse_gradient,
 )
 
 WITHOUT_PIPELINE = [pytest.param(TWO_REPLICAS, id="replicas"), pytest.param(TWO_SHARDS, id="shards")]
@@ -180,3 +181,10 @@ def assert_same_gradients(some: Sequence[Trained], others: Sequence[Trained]) ->
         for step, again in zip(one.gradients, other.gradients, strict=True):
             assert step.keys() == again.keys()
             assert all(torch.equal(value, again[name]) for name, value in step.items() if value is not None)
+
+
+def test_a_sparse_gradient_under_replicas_says_what_to_change(pool, tmp_path):
+    with pytest.raises(
+        TaskError, match=r"PlanError: weight has a sparse gradient, .*make its module with sparse=False"
+    ):
+        pool.run(2, with_a_sparse_gradient, tmp_path)

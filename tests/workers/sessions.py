@@ -138,6 +138,18 @@ def with_a_number_of_ones_own(run: Path) -> None:
         session.step(batch)
 
 
+def with_a_sparse_gradient(run: Path) -> None:
+    job = Job(
+        model=lambda: nn.Embedding(8, 4, sparse=True),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch_size=4,
+    )
+    batch = torch.arange(4)
+    with opened(job, make_plan(job, "2x cpu", batch, replicas=2), None, run) as session:
+        session.step(batch)
+
+
 @final
 class Ratio(nn.Module):
     """[B, D], [B, 1] to [B, D]."""

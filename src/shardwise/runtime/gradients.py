@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwise.errors import PlanError
+
 BUCKET_BYTES = 25 * 2**20  # large enough to fill a link, small enough to start early
 
 
@@ -104,6 +106,11 @@ class _Bucket:
         """Move the gradient of a parameter here, unless it is: later micro-batches add to it in place."""
         parameter, view = self._parameters[name], self.views[name]
         gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise PlanError(
+                f"{name} has a sparse gradient, which replicas cannot sum: make its module with sparse=False, and take "
+                "an optimizer for dense gradients; or plan without replicas"
+            )
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
