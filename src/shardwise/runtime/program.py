@@ -233,9 +233,9 @@ def _holders(ports: Sequence[Ports]) -> dict[str, frozenset[int]]:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of module lists of one class: what FSDP2 gathers at a time."""
-    blocks = []
+    """The members of module lists of one class, inner ones first: what FSDP2 gathers at a time. A list is no block."""
+    blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in module}) == 1:
             blocks += [child for child in module if any(True for _ in child.parameters())]
-    return blocks
+    return [block for block in reversed(blocks) if not isinstance(block, nn.ModuleList)]
