@@ -87,3 +87,8 @@ def test_17_every_row_of_a_tied_table_moves_that_no_number_of_ranks_divides(pool
 @pytest.mark.parametrize("case", ["bert", "gpt_tied", "convnet_dropout"])
 def test_stages_may_be_sharded(pool, case):
     assert_equal(pool, training_of(case, {"devices": 4, "pipeline": 2, "shards": 2, "micro_batches": 2}))
+
+
+def test_a_tie_of_two_stages_of_one_rank_is_summed_over_replicas_once_it_is_whole(pool):
+    asked = {"devices": 4, "pipeline": 2, "stages_per_rank": 2, "replicas": 2, "micro_batches": 2}
+    assert_equal(pool, training_of("shared_block", asked))

@@ -72,7 +72,11 @@ class Engine:
         self._trained = trained
         shards = {name: p for name, p in trained.items() if isinstance(p, DTensor)}
         whole = {name: p for name, p in trained.items() if name not in shards}
-        self._sums = gradients.ReplicaSum(whole, mesh.data) if mesh.data is not None and whole else None
+        self._sums = (
+            gradients.ReplicaSum(whole, mesh.data, program.of_stage.values())
+            if mesh.data is not None and whole
+            else None
+        )
         self._used = UsedShards(program.sharded, shards, mesh.data) if mesh.data is not None and shards else None
         self._filler = Filler(plan)
         self._schedules: dict[object, Schedule] = {}

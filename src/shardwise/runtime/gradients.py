@@ -1,6 +1,7 @@
 """Gradients of a step: summed over replicas and tied copies, divided by the weight, and their true norm."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -26,9 +27,13 @@ class ReplicaSum:
     buckets are the only memory of gradients, kept from step to step.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: Iterable[Collection[str]]
+    ) -> None:
+        """stages:  the names that each stage of this rank reads: a gradient is whole behind the last of its stages"""
         self._parameters = dict(reversed([(name, p) for name, p in parameters.items() if p.requires_grad]))
         self._group = group
+        self._stages_of = Counter(name for names in stages for name in names)
         self._buckets = [
             _Bucket({name: self._parameters[name] for name in names}) for names in _split(self._parameters)
         ]
@@ -38,8 +43,11 @@ class ReplicaSum:
         self._reset()
 
     def arm(self, names: Collection[str]) -> None:
-        """The next backward pass is the last of the step for these parameters: their buckets may start."""
-        self._armed.update(name for name in names if name in self._parameters)
+        """The next backward pass is the last of the step for a stage with these parameters: their buckets may start."""
+        for name in names:
+            self._left[name] -= 1
+            if name in self._parameters and self._left[name] == 0:
+                self._armed.add(name)
 
     def complete(self, names: Collection[str]) -> None:
         """No gradient comes any more for these."""
@@ -50,7 +58,7 @@ class ReplicaSum:
         """Start what has not started, and wait: every gradient is the sum over replicas."""
         used = torch.tensor([p.grad is not None for p in self._parameters.values()], dtype=torch.int32)
         used = used.to(next(iter(self._parameters.values())).device) if self._parameters else used
-        self.arm(self._parameters)
+        self._armed.update(self._parameters)
         self.complete(self._parameters)
         work = dist.all_reduce(used, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
@@ -62,6 +70,7 @@ class ReplicaSum:
 
     def _reset(self) -> None:
         self._armed: set[str] = set()
+        self._left = self._stages_of.copy()
         self._works: list[dist.Work] = []
         for bucket in self._buckets:
             bucket.missing.update(bucket.views)

@@ -238,4 +238,4 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in module}) == 1:
             blocks += [child for child in module if any(True for _ in child.parameters())]
-    return [block for block in reversed(blocks) if not isinstance(block, nn.ModuleList)]
+    return list(dict.fromkeys(block for block in reversed(blocks) if not isinstance(block, nn.ModuleList)))

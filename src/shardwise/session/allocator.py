@@ -5,6 +5,7 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 KEEP_BYTES = 2**31 - 1  # the largest number that mallopt takes
+OLD_MMAP_LIMIT = 32 * 2**20
 
 
 def keep_freed_memory() -> None:
@@ -18,5 +19,6 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
-        mallopt(M_MMAP_THRESHOLD, KEEP_BYTES)
+        # An old glibc takes no more than 32 MiB as the second, and with the first alone it would be worse off.
+        if mallopt(M_MMAP_THRESHOLD, KEEP_BYTES) or mallopt(M_MMAP_THRESHOLD, OLD_MMAP_LIMIT):
+            mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
