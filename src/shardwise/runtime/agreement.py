@@ -33,8 +33,8 @@ class Agreed:
 def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count: int, step: int) -> Agreed:
     """Find or make the graph of each micro-batch. Every rank of the pipeline calls it; `batches` on the one that loads.
 
-    raises:  CaptureError, on every rank, where a graph cannot be made; on those that differ from the rank that loads,
-             where Python numbers do;
+    raises:  CaptureError, on every rank, where a graph cannot be made; where Python numbers differ, on the ranks that
+             differ from the one that loads;
              LossError where a batch has labels that make samples the wrong weight
     """
     variants.refresh(step)
