@@ -18,7 +18,8 @@ def keep_freed_memory() -> None:
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        # An old glibc takes no more than 32 MiB as the second, and with the first alone it would be worse off.
-        if mallopt(M_MMAP_THRESHOLD, KEEP_BYTES) or mallopt(M_MMAP_THRESHOLD, OLD_MMAP_LIMIT):
-            mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
+    if mallopt is None:
+        return
+    # An old glibc takes no more than 32 MiB as the first, and with the second alone it would be worse off.
+    if mallopt(M_MMAP_THRESHOLD, KEEP_BYTES) or mallopt(M_MMAP_THRESHOLD, OLD_MMAP_LIMIT):
+        mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
