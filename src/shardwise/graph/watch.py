@@ -120,11 +120,6 @@ def _short(filename: str) -> str:
     return filename
 
 
-def _is_ours(hook: Callable[..., Any]) -> bool:
-    """Whether the runtime put it there: it reduces gradients, and stays where a later batch is captured."""
-    return (getattr(hook, "__module__", None) or "").split(".")[0] == "shardwise"
-
-
 def _refuse_module_hooks(model: nn.Module) -> None:
     """Hooks on parameters are no concern: what a graph is cut into holds the parameters themselves."""
     for name, module in model.named_modules():

@@ -73,10 +73,7 @@ def _weigh(captured: Capture, fields: Sequence[Tensor]) -> Weighing | Refusal:
     weighing = weigh(captured)
     if isinstance(weighing, Refusal):
         return weighing
-    check = check_of_batch(captured, weighing.guards)
-    if isinstance(check, Refusal):
-        return check
-    wrong = check(fields)
+    wrong = check_of_batch(captured, weighing.guards)(fields)
     return Refusal(wrong) if wrong else weighing
 
 

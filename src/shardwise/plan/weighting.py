@@ -80,6 +80,8 @@ def weigh(capture: Capture) -> Weighing | Refusal:
         if guard is None:
             return _refusal(inner)
         guards.append(guard)
+    if _needs_model(_labels(capture, guards)):
+        return Refusal("the labels of this loss come out of the model, so that ignored ones cannot be counted first")
     return Weighing("samples", guards=tuple(guards))
 
 
@@ -115,17 +117,15 @@ def weight_of_batch(rewritten: Capture) -> fx.GraphModule | None:
     return _part_of_batch(rewritten, [weight]) if isinstance(weight, fx.Node) else None
 
 
-def check_of_batch(capture: Capture, guards: Sequence[Guard]) -> Callable[[Sequence[Tensor]], str] | Refusal:
-    """What is wrong with a batch of these fields by `guards`, "" where nothing is.
+def check_of_batch(capture: Capture, guards: Sequence[Guard]) -> Callable[[Sequence[Tensor]], str]:
+    """What is wrong with a batch of these fields by the `guards` of `capture`, "" where nothing is.
 
-    A refusal where the labels need the model. Labels without values, as while planning, are taken for right ones.
+    Labels without values, as while planning, are taken for right ones.
     """
     if not guards:
         return lambda fields: ""
-    names = {node.name: node for node in capture.module.graph.nodes}
-    labels = _part_of_batch(capture, [names[guard.labels] for guard in guards])
-    if labels is None:
-        return Refusal("the labels of this loss come out of the model, so that ignored ones cannot be counted first")
+    labels = _part_of_batch(capture, _labels(capture, guards))
+    assert labels is not None, "weigh() refuses where labels need the model"
 
     def check(fields: Sequence[Tensor]) -> str:
         with torch.no_grad():
@@ -145,10 +145,20 @@ _IGNORED = (
 )
 
 
+def _labels(capture: Capture, guards: Sequence[Guard]) -> list[fx.Node]:
+    names = {node.name: node for node in capture.module.graph.nodes}
+    return [names[guard.labels] for guard in guards]
+
+
+def _needs_model(wanted: Sequence[fx.Node]) -> bool:
+    needed = (node for each in wanted for node in behind(each))
+    return any(node.op == "get_attr" and "name" in node.meta for node in needed)
+
+
 def _part_of_batch(capture: Capture, wanted: Sequence[fx.Node]) -> fx.GraphModule | None:
-    needed = {node for each in wanted for node in behind(each)}
-    if any(node.op == "get_attr" and "name" in node.meta for node in needed):
+    if _needs_model(wanted):
         return None
+    needed = {node for each in wanted for node in behind(each)}
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in capture.module.graph.nodes:

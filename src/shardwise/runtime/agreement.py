@@ -41,8 +41,9 @@ def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count
     source = mesh.pipeline_ranks[mesh.plan.placement[0]]
     here = [read(batch) for batch in batches or ()]
     chosen, new = _choose(variants, here)
-    row = _share_row(variants, mesh, source, here, chosen, count, len(new))
-    if row.digest != _digest(variants):
+    digest = _digest(variants)
+    row = _shared(_Row(len(new), digest, *_checked(variants, here, chosen)), variants, mesh, source, count)
+    if row.digest != digest:
         raise CaptureError(
             f"step {step}: the Python numbers that the loss reads differ between ranks; compute them alike everywhere, "
             "or pass them in the batch"
@@ -53,9 +54,8 @@ def agree(variants: Variants, mesh: Mesh, batches: Sequence[Batch] | None, count
             dist.broadcast_object_list(signatures, src=source, group=mesh.pipeline)
         for signature in signatures:
             variants.add(signature)
-        if here:
-            chosen = [_found(variants.find(*each)) for each in here]
-        row = _share_row(variants, mesh, source, here, chosen, count, 0)
+        chosen = [_found(variants.find(*each)) for each in here]
+        row = _shared(_Row(0, digest, *_checked(variants, here, chosen)), variants, mesh, source, count)
     graphs = [variants.known[at] for at in row.chosen]
     if row.faulty:
         faults = [graph.fault(tensors) for graph, (_, tensors) in zip(graphs, here, strict=False)]
@@ -86,26 +86,14 @@ class _Row:
     sizes: Sequence[int]
 
 
-def _share_row(
-    variants: Variants,
-    mesh: Mesh,
-    source: int,
-    here: Sequence[tuple[Signature, list[Tensor]]],
-    chosen: Sequence[int],
-    count: int,
-    new: int,
-) -> _Row:
-    """The row of the rank that loads, on every rank of its pipeline; of one length, whatever it says."""
-    length = 3 + count * (1 + variants.most_sizes)
-    flat: list[int] = []
-    if mesh.rank == source:
-        known = [] if new else zip(chosen, here, strict=True)
-        faulty = any(variants.known[at].fault(tensors) for at, (_, tensors) in known)
-        sizes = [] if new else [size for _, tensors in here for tensor in tensors for size in tensor.shape]
-        flat = [new, _digest(variants), faulty, *chosen, *sizes]
-        flat += [0] * (length - len(flat))
-    shared = _shared(torch.tensor(flat, dtype=torch.int64), length, mesh, source)
-    return _Row(shared[0], shared[1], bool(shared[2]), shared[3 : 3 + count], shared[3 + count :])
+def _checked(
+    variants: Variants, here: Sequence[tuple[Signature, list[Tensor]]], chosen: Sequence[int]
+) -> tuple[bool, Sequence[int], Sequence[int]]:
+    """What a row says of the micro-batches: whether one is faulty, their graphs, and their sizes."""
+    if -1 in chosen:
+        return False, chosen, []
+    faulty = any(variants.known[at].fault(tensors) for at, (_, tensors) in zip(chosen, here, strict=True))
+    return faulty, chosen, [size for _, tensors in here for tensor in tensors for size in tensor.shape]
 
 
 def _choose(variants: Variants, here: Sequence[tuple[Signature, list[Tensor]]]) -> tuple[list[int], list[Signature]]:
@@ -125,13 +113,18 @@ def _found(place: int | None) -> int:
     return place
 
 
-def _shared(numbers: Tensor, length: int, mesh: Mesh, source: int) -> list[int]:
-    """`numbers` of the rank `source`, on every rank of its pipeline."""
-    if mesh.pipeline is not None:
-        device = mesh.device
-        numbers = numbers.to(device) if mesh.rank == source else torch.empty(length, dtype=torch.int64, device=device)
-        dist.broadcast(numbers, src=source, group=mesh.pipeline)
-    return [int(number) for number in numbers.tolist()]
+def _shared(row: _Row, variants: Variants, mesh: Mesh, source: int, count: int) -> _Row:
+    """The row of the rank `source`, on every rank of its pipeline; of one length, whatever it says."""
+    if mesh.pipeline is None:
+        return row
+    numbers = torch.zeros(3 + count * (1 + variants.most_sizes), dtype=torch.int64)
+    if mesh.rank == source:
+        flat = [row.new, row.digest, row.faulty, *row.chosen, *row.sizes]
+        numbers[: len(flat)] = torch.tensor(flat)
+    numbers = numbers.to(mesh.device)
+    dist.broadcast(numbers, src=source, group=mesh.pipeline)
+    new, digest, faulty, *rest = numbers.tolist()
+    return _Row(new, digest, bool(faulty), rest[:count], rest[count:])
 
 
 def _digest(variants: Variants) -> int:

@@ -7,6 +7,7 @@ the edge into autograd's graph of each output is kept, not its storage.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol, final
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.graph import Draws, Sizes
 from shardwise.runtime.routes import Routes
 from shardwise.runtime.stage import Stage
 from shardwise.schedule import Schedule, Transport
-from shardwise.schedule.actions import Action, Backward, Exchange, Forward, Load, Reduce, Transfer
+from shardwise.schedule.actions import Backward, Exchange, Forward, Load, Reduce, Transfer
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -100,18 +101,17 @@ class _Run:
         self.last = {action.stage: (action.stage, action.micro_batch) for action in backwards}
 
     def execute(self) -> dict[int, Any]:
-        actions = self.schedule.ranks[self.rank]
-        for place, action in enumerate(actions):
+        for place, action in enumerate(self.schedule.ranks[self.rank]):
             match action:
                 case Load(micro_batch):
                     self._load(micro_batch)
                 case Exchange():
                     self._exchange(action)
                 case Forward(stage, micro_batch):
-                    self._open_ahead(actions[place + 1 :])
+                    self._open_ahead(place)
                     self._forward(stage, micro_batch)
                 case Backward(stage, micro_batch):
-                    self._open_ahead(actions[place + 1 :])
+                    self._open_ahead(place)
                     self._backward(stage, micro_batch)
                 case Reduce(stage):
                     self.work.finished(stage)
@@ -127,14 +127,14 @@ class _Run:
             chosen = self.work.graphs[micro_batch].routes.fields[transfer.target]
             self.ready[transfer] = [fields[place].contiguous() for place in chosen]
 
-    def _open_ahead(self, coming: Sequence[Action]) -> None:
-        """Open what is received between the computation that starts now and the next one, where nothing queues."""
+    def _open_ahead(self, place: int) -> None:
+        """Open what is received between the computation at `place` and the next one, where nothing queues."""
         if self.transport is None or self.transport.queues:
             return
-        for action in coming:
+        for action in islice(self.schedule.ranks[self.rank], place + 1, None):
             if isinstance(action, Forward | Backward):
                 break
-            if isinstance(action, Exchange) and action.receives and action.receives[0] not in self.coming:
+            if isinstance(action, Exchange) and action.receives:
                 self._start(replace(action, sends=()))
 
     def _exchange(self, exchange: Exchange) -> None:

@@ -34,9 +34,7 @@ class ReplicaSum:
         self._parameters = dict(reversed([(name, p) for name, p in parameters.items() if p.requires_grad]))
         self._group = group
         self._stages_of = Counter(name for names in stages for name in names)
-        self._buckets = [
-            _Bucket({name: self._parameters[name] for name in names}) for names in _split(self._parameters)
-        ]
+        self._buckets = [_Bucket(part) for part in _split(self._parameters)]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name))

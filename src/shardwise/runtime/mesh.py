@@ -28,9 +28,6 @@ class Mesh:
     """The groups of this rank; None where it would be alone.
 
     pipeline:  the ranks that share its samples
-    replicas:  that hold the same parameters (or the same shards of them)
-    shards:    that hold one copy of the parameters between them
-    model:     all that hold one copy of the model between them: pipeline x shards
     data:      that hold the same stages, and share the samples of a step: replicas x shards
     """
 
@@ -39,9 +36,6 @@ class Mesh:
     place: Place
     device: torch.device
     pipeline: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-    shards: dist.ProcessGroup | None
-    model: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
 
     @property
@@ -79,9 +73,6 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh:
         place=place,
         device=device,
         pipeline=_group(plan, rank, ranges, vary=(True, False, False)),
-        replicas=_group(plan, rank, ranges, vary=(False, True, False)),
-        shards=_group(plan, rank, ranges, vary=(False, False, True)),
-        model=_group(plan, rank, ranges, vary=(True, False, True)),
         data=_group(plan, rank, ranges, vary=(False, True, True)),
     )
 

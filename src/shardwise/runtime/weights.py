@@ -27,10 +27,7 @@ def weighed(captured: Capture) -> tuple[Capture, Fault]:
     weighing = weigh(captured)
     if isinstance(weighing, Refusal):
         raise CaptureError(f"the micro-batches of this loss cannot be weighed: {weighing}")
-    check = check_of_batch(captured, weighing.guards)
-    if isinstance(check, Refusal):
-        raise CaptureError(f"the micro-batches of this loss cannot be weighed: {check}")
-    return rewrite(captured, weighing), check
+    return rewrite(captured, weighing), check_of_batch(captured, weighing.guards)
 
 
 @final

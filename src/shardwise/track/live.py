@@ -30,19 +30,35 @@ def progress(steps: int, stream: TextIO | None = None) -> Tracker:
 
 
 @final
+class _Pace:
+    """Seconds a step. The first step warms up, and tells nothing of the others."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._warm = False
+
+    def record(self, seconds: float) -> None:
+        if self._warm:
+            self._recent.append(seconds)
+        self._warm = True
+
+    def left(self, step: int, steps: int) -> float | None:
+        return seconds_left(self._recent, step, steps)
+
+
+@final
 class LiveLine:
     """Draws the last report over the one before; what the program prints meanwhile stays above it."""
 
     def __init__(self, steps: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._now = steps, now
-        self._recent: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._pace = _Pace()
         self._drawn_at = float("-inf")
         self._last: StepReport | None = None
         self._live = Live(console=console, auto_refresh=False)
 
     def record(self, report: StepReport) -> None:
-        if self._last is not None:  # the first step warms up, and tells nothing of the others
-            self._recent.append(report.seconds)
+        self._pace.record(report.seconds)
         self._last = report
         if not self._live.is_started:
             self._live.start()
@@ -56,7 +72,7 @@ class LiveLine:
 
     def _draw(self, report: StepReport) -> None:
         self._drawn_at = self._now()
-        self._live.update(_row(report, self._steps, seconds_left(self._recent, report.step, self._steps)), refresh=True)
+        self._live.update(_row(report, self._steps, self._pace.left(report.step, self._steps)), refresh=True)
 
 
 @final
@@ -65,15 +81,12 @@ class PlainLines:
 
     def __init__(self, steps: int, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._stream, self._now = steps, stream, now
-        self._recent: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._pace = _Pace()
         self._printed_at = float("-inf")
         self._unprinted: StepReport | None = None
-        self._warm = False
 
     def record(self, report: StepReport) -> None:
-        if self._warm:
-            self._recent.append(report.seconds)
-        self._warm = True
+        self._pace.record(report.seconds)
         self._unprinted = report
         if self._now() - self._printed_at >= _SECONDS_BETWEEN_LINES or report.step == self._steps:
             self._print(report)
@@ -84,7 +97,7 @@ class PlainLines:
 
     def _print(self, report: StepReport) -> None:
         self._printed_at, self._unprinted = self._now(), None
-        left = seconds_left(self._recent, report.step, self._steps)
+        left = self._pace.left(report.step, self._steps)
         print(f"{count(report, self._steps)}  {facts(report, left)}", file=self._stream, flush=True)
 
 
