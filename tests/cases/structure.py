@@ -31,6 +31,13 @@ class TiedEnds(nn.Module):
         return self.head(torch.tanh(self.middle(self.embedding(ids))))
 
 
+def tie_of_first_and_third() -> nn.Module:
+    """Of four stages on two ranks, those of the first rank share a weight."""
+    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
+    model[2].weight = model[0].weight
+    return model
+
+
 def ids_sample(seed: int, index: int) -> tuple[Tensor, Tensor]:
     """Five ids of 12, and five to be guessed."""
     generator = draw(seed, index)
@@ -186,6 +193,8 @@ def two_target_sample(seed: int, index: int) -> dict[str, Any]:
 
 CASES = by_name(
     Case(name="01_tied_embedding", model=lambda: TiedEnds(12, 8).double(), loss=token_loss, sample=ids_sample),
+    Case(name="01_tie_on_one_rank", model=lambda: tie_of_first_and_third().double(), loss=vector_loss,
+         sample=vector_pair_sample),
     Case(name="02_skip_over_a_stage", model=lambda: Skip(nn.Linear(FEATURES, FEATURES)).double(), loss=vector_loss,
          sample=vector_pair_sample),
     Case(name="02_skip_from_an_embedding", model=lambda: Skip(nn.Embedding(10, FEATURES)).double(), loss=vector_loss,

@@ -89,6 +89,10 @@ def test_stages_may_be_sharded(pool, case):
     assert_equal(pool, training_of(case, {"devices": 4, "pipeline": 2, "shards": 2, "micro_batches": 2}))
 
 
-def test_a_tie_of_two_stages_of_one_rank_is_summed_over_replicas_once_it_is_whole(pool):
-    asked = {"devices": 4, "pipeline": 2, "stages_per_rank": 2, "replicas": 2, "micro_batches": 2}
-    assert_equal(pool, training_of("shared_block", asked))
+def test_01_a_tie_of_two_stages_of_one_rank_is_summed_over_replicas_once_it_is_whole(pool):
+    """Stages 0 and 2 are on one rank: the last backward of stage 2 does not make the gradient of the tie whole."""
+    cuts = [f"before {at}" for at in (1, 2, 3)]
+    asked = {"devices": 4, "pipeline": 2, "stages_per_rank": 2, "replicas": 2, "micro_batches": 2, "cuts": cuts}
+    training = training_of("01_tie_on_one_rank", asked)
+    assert [stage.rank for stage in training.plan.stages] == [0, 1, 0, 1]
+    assert_equal(pool, training)

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.errors import PlanError
-from workers import Training, assert_equal, plan_of
-from workers.layouts import TWO_REPLICAS, TWO_STAGES
+from workers import Training, assert_equal, plan_of, train
+from workers.layouts import TWO_REPLICAS, TWO_SHARDS, TWO_STAGES
 from workers.pool import TaskError
 from workers.sessions import with_a_number_of_ones_own
 
@@ -12,7 +12,7 @@ ONE_STAGE = {"devices": 1, "micro_batches": 3}
 
 
 @pytest.mark.parametrize(
-    "case", ["gradient_reversal", "hooks", "kl_warm_up", "nested_checkpoint", "reentrant_checkpoint"]
+    "case", ["gradient_reversal", "hooks", "kl_warm_up", "nested_checkpoint", "parameter_hook", "reentrant_checkpoint"]
 )
 def test_what_a_graph_can_hold_is_right_under_two_stages(pool, case):
     assert_equal(pool, Training(case=case, plan=plan_of(case, **TWO_STAGES)))
@@ -41,10 +41,16 @@ def test_what_is_not_cut_is_right_with_one_stage_which_notes_the_reason(pool, ca
 
 
 @pytest.mark.parametrize(
-    "case", ["module_backward_hook", "gradient_penalty", "nested_checkpoint", "reentrant_checkpoint"]
+    "case", ["module_backward_hook", "gradient_penalty", "nested_checkpoint", "parameter_hook", "reentrant_checkpoint"]
 )
 def test_what_draws_nothing_is_right_under_two_replicas(pool, case):
     assert_equal(pool, Training(case=case, plan=plan_of(case, **TWO_REPLICAS)))
+
+
+def test_a_hook_on_a_parameter_is_refused_under_shards_which_would_lose_it(pool):
+    plan = plan_of("parameter_hook", **TWO_SHARDS)
+    with pytest.raises(TaskError, match=r"PlanError: .*gradient hook, which sharding would lose"):
+        pool.run(2, train, Training(case="parameter_hook", plan=plan))
 
 
 def test_a_python_number_that_changed_on_one_rank_only_stops_that_rank(pool, tmp_path):

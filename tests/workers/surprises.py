@@ -38,6 +38,14 @@ def half_of_what_comes_back() -> nn.Module:
     return model
 
 
+def half_of_a_parameters_gradient() -> nn.Module:
+    """Hooks on a weight of each half; the runtime builds its parameters anew, and lost them without a word."""
+    model = layers()
+    for at in (2, 6):
+        model[at].weight.register_hook(lambda gradient: 0.5 * gradient)
+    return model
+
+
 def by_chance(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The loss, doubled for about every other micro-batch."""
     if random.random() < 0.5:
@@ -94,6 +102,7 @@ def surprise(name: str, model: Callable[[], nn.Module], loss: Callable[[Any, Any
 
 CASES = by_name(
     surprise("module_backward_hook", half_of_what_comes_back, distance),
+    surprise("parameter_hook", half_of_a_parameters_gradient, distance),
     surprise("python_random_branch", layers, by_chance, before_step=random.seed),
     surprise("numpy_random_branch", layers, by_numpy_chance, before_step=np.random.seed),
     surprise("nested_checkpoint", lambda: Nested().double(), distance),

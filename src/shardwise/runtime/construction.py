@@ -268,11 +268,14 @@ def _shape_of(recorded: Tensor) -> Tensor:
 
 
 def _like(recorded: Tensor, value: Tensor) -> Tensor:
-    """`value` as a parameter where `recorded` is one, with what the model wrote on it."""
+    """`value` as a parameter where `recorded` is one, with what the model wrote on it, and its hooks."""
     if not isinstance(recorded, nn.Parameter):
         return value
     parameter = nn.Parameter(value, requires_grad=recorded.requires_grad)
     parameter.__dict__.update(recorded.__dict__)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(recorded, hooks):
+            setattr(parameter, hooks, getattr(recorded, hooks))
     return parameter
 
 

@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from shardwise.errors import PlanError
 from shardwise.plan import Plan
 
 
@@ -16,9 +17,16 @@ def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, plan: Plan) -> list[FS
     """Shard `modules`, inner ones first; returns them outermost first. Gradients are summed, not averaged.
 
     A parameter that is a single number stays whole on every rank: there is nothing to shard.
+
+    raises:  PlanError where a parameter has a gradient hook: FSDP2 puts another parameter into its place
     """
     sharded: list[FSDPModule] = []
     for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise PlanError(
+                    f"parameter {name} has a gradient hook, which sharding would lose; plan with replicas or stages"
+                )
         numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
         fully_shard(
             module, mesh=mesh, reshard_after_forward=plan.shard_mode == "regathered", ignored_params=numbers or None
