@@ -63,21 +63,14 @@ def smallest_stage(plan: Plan) -> float:
     return min(flops) / sum(flops)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class InTurn:
-    """The two stages of a plan, run one after the other in one process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """How far a plan is from its reference.
 
-    candidates:       places where the planner may cut
-    capture_seconds:  to capture the loss and to measure its graph
-    dynamic:          the sizes of micro-batches are open in the graph
-    loss, gradient:   differences from the reference: of the loss, and as a share of the largest gradient in the model
-    tolerance:        for both
+    loss, gradient:  differences: of the loss, and as a share of the largest gradient in the model
+    tolerance:       for both
     """
 
-    candidates: int
-    capture_seconds: float
-    dynamic: bool
     loss: float
     gradient: float
     tolerance: float
@@ -85,6 +78,21 @@ class InTurn:
     @property
     def equal(self) -> bool:
         return max(self.loss, self.gradient) <= self.tolerance
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurn(Apart):
+    """The two stages of a plan, run one after the other in one process.
+
+    candidates:       places where the planner may cut
+    capture_seconds:  to capture the loss and to measure its graph
+    dynamic:          the sizes of micro-batches are open in the graph
+    """
+
+    candidates: int
+    capture_seconds: float
+    dynamic: bool
 
 
 def compare_in_turn(name: str, plan: Plan) -> InTurn:
@@ -161,18 +169,11 @@ def train(name: str, plan: Plan) -> Trained:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class OnTwoRanks:
-    """A plan of two stages, trained for some steps on two ranks; see `InTurn`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnTwoRanks(Apart):
+    """A plan of two stages, trained for some steps on two ranks."""
 
     graphs: int
-    loss: float
-    gradient: float
-    tolerance: float
-
-    @property
-    def equal(self) -> bool:
-        return max(self.loss, self.gradient) <= self.tolerance
 
 
 def compare_on_two_ranks(name: str, plan: Plan, tolerance: float, pool: Pool) -> OnTwoRanks:

@@ -1,7 +1,7 @@
 """Tasks that go through the user's own door, `parallelize`, on one rank."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,12 +125,7 @@ def with_a_number_of_ones_own(run: Path) -> None:
     """Two steps; before the second, only rank 1 changes a Python number that the loss reads."""
     settings = SimpleNamespace(beta=1.0)
     batch = (torch.ones(4, surprises.FEATURES).double(), torch.zeros(4, surprises.FEATURES).double())
-    job = Job(
-        model=surprises.layers,
-        loss=lambda model, batch: settings.beta * surprises.distance(model, batch),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        batch_size=4,
-    )
+    job = _job(surprises.layers, lambda model, batch: settings.beta * surprises.distance(model, batch), 4)
     plan = make_plan(job, "2x cpu", batch, pipeline=2, micro_batches=2)
     with opened(job, plan, None, run) as session:
         session.step(batch)
@@ -139,12 +134,7 @@ def with_a_number_of_ones_own(run: Path) -> None:
 
 
 def with_a_sparse_gradient(run: Path) -> None:
-    job = Job(
-        model=lambda: nn.Embedding(8, 4, sparse=True),
-        loss=lambda model, batch: model(batch).square().mean(),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        batch_size=4,
-    )
+    job = _job(lambda: nn.Embedding(8, 4, sparse=True), lambda model, batch: model(batch).square().mean(), 4)
     batch = torch.arange(4)
     with opened(job, make_plan(job, "2x cpu", batch, replicas=2), None, run) as session:
         session.step(batch)
@@ -175,12 +165,7 @@ def divided_by_zero(run: Path) -> tuple[str, bool]:
     """
     x, divisor = torch.ones(8, surprises.FEATURES).double(), torch.ones(8, 1).double()
     divisor[5] = 0
-    job = Job(
-        model=Rated,
-        loss=lambda model, batch: model(*batch).square().mean(),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        batch_size=8,
-    )
+    job = _job(Rated, lambda model, batch: model(*batch).square().mean(), 8)
     plan = make_plan(job, "2x cpu", (x, divisor), pipeline=2, micro_batches=4, cuts=["before ratio"])
     with opened(job, plan, None, run) as session:
         session.step((x, torch.ones_like(divisor)))
@@ -195,19 +180,17 @@ def divided_by_zero(run: Path) -> tuple[str, bool]:
 
 def train_in_precision(precision: Precision, asked: Mapping[str, Any], batches: Sequence[Any], run: Path) -> Seen:
     """A step on each batch, of 8 samples, in single precision or less."""
-    job = Job(
-        model=single,
-        loss=surprises.distance,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        batch_size=8,
-        precision=precision,
-    )
+    job = replace(_job(single, surprises.distance, 8), precision=precision)
     with opened(job, make_plan(job, "2x cpu", batches[0], **asked), None, run) as session:
         return Seen([session.step(batch).loss for batch in batches], [], *held(session))
 
 
 def single() -> nn.Module:
     return surprises.layers().float()
+
+
+def _job(model: Callable[[], nn.Module], loss: Callable[[Any, Any], Tensor], batch_size: int) -> Job:
+    return Job(model=model, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch_size=batch_size)
 
 
 def opened(job: Job, plan: Plan, data: Data | None, run: Path) -> Session:
