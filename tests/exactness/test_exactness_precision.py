@@ -1,6 +1,7 @@
 """Less than single precision, on every layout: the numbers of autocast on one device, one loss scale for all ranks."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,18 @@ def test_every_layout_trains_as_autocast_on_one_device(pool, asked: Mapping[str,
             assert parameter.dtype == torch.float32
             moved = (wanted[name] - start[name]).abs().max()
             assert (parameter - wanted[name]).abs().max() <= 10 * TOLERANCE[precision] * moved, name
+
+
+@pytest.mark.parametrize("asked", LAYOUTS)
+def test_a_loss_that_is_a_sum_over_many_terms_overflows_fp16_no_sooner_than_its_mean(pool, asked, tmp_path):
+    asked = {name: value for name, value in asked.items() if name != "devices"}
+    batches = [tuple(each.float() for each in batch_of(step)) for step in range(STEPS)]
+    sums, means = (
+        pool.run(2, partial(train_in_precision, as_sum=as_sum), "fp16", asked, batches, tmp_path / str(as_sum))
+        for as_sum in (True, False)
+    )
+    assert sums[0].losses == pytest.approx(means[0].losses, rel=1e-5)
+    assert sums[0].losses[-1] != sums[0].losses[0]
 
 
 def test_a_division_by_zero_in_the_second_stage_is_told_on_both_ranks_and_changes_nothing(pool, tmp_path):

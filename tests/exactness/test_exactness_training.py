@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from workers import CASES, TaskError, Trained, Training, assert_equal, plan_of, train
+from workers import CASES, TaskError, Trained, Training, assert_equal, plan_of, surprises, train
 from workers.comparison import evaluation_of, reference_of
 from workers.counting import count_reductions
 from workers.layouts import SEED, TWO_REPLICAS, TWO_SHARDS, TWO_STAGES, adamw
@@ -17,6 +17,7 @@ from workers.sessions import (
     Seen,
     count_hook_calls,
     gradients_left,
+    step_of_own_plans,
     train_and_evaluate,
     train_in_parts,
     train_on_shards,
@@ -47,6 +48,20 @@ def test_08_batches_may_have_other_sizes_and_so_may_evaluation(pool, asked, tmp_
     training = training_of("08_smaller_last_batch", asked, batches=(8, 8, 6, 8))
     ranks = pool.run(2, train_and_evaluate, training.case, training.plan, SMALLER_LAST_BATCH, tmp_path)
     assert_follows(ranks, training, SMALLER_LAST_BATCH)
+
+
+def test_the_plan_of_the_first_rank_counts_where_each_made_its_own(pool, tmp_path):
+    """Here their examples differ in what a sample weighs, which divides the gradients."""
+    first, second = pool.run(2, step_of_own_plans, tmp_path)
+    torch.manual_seed(0)
+    model = surprises.layers()
+    loss = model(torch.ones(8, surprises.FEATURES).double())[0].square().mean()
+    loss.backward()
+    assert first.losses == second.losses == [pytest.approx(float(loss))]
+    for name, parameter in model.named_parameters():
+        wanted = parameter.detach() - 0.1 * parameter.grad
+        for rank in (first, second):
+            torch.testing.assert_close(rank.parameters[name], wanted, rtol=0, atol=1e-12)
 
 
 def test_10_stages_are_clipped_by_the_norm_of_the_whole_model(pool):

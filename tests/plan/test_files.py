@@ -66,6 +66,7 @@ def fault(path: Path) -> str:
         ("precision", "fp8", "precision is \"fp8\": Input should be 'fp32', 'bf16' or 'fp16'"),
         ("batch_size", None, "batch_size is null: Input should be a valid integer"),
         ("weighting", "refused", 'weighting is "refused"'),
+        ("sample_weight", 0.0, "sample_weight is 0.0; it is a number above zero"),
         ("fingerprint", None, "fingerprint is null"),
         ("notes", "one", 'notes is "one"'),
         ("alternatives", [{"name": "x"}], "alternatives[0].reason is missing"),

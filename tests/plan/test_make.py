@@ -2,7 +2,7 @@ import random
 
 import pytest
 import torch
-from plan_jobs import FEATURES, Net, batch, job, labels, squares
+from plan_jobs import CLASSES, FEATURES, Net, batch, job, labels, squares
 from torch import nn
 
 from shardwise.cluster import parse_cluster
@@ -329,6 +329,31 @@ def test_an_optimizer_that_cannot_be_probed_is_not_cut():
 )
 def test_a_plan_says_how_its_micro_batches_are_weighed(loss, weighting):
     assert make_plan(job(loss=loss), "1x cpu", batch()).weighting == weighting
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (squares, 1.0),
+        (labels, 0.75),
+        (lambda model, batch: Mean(model(batch["x"]).sum(), batch["target"].numel()), CLASSES),
+        (lambda model, batch: Mean(model(batch["x"]).sum(), batch["mask"].sum()), 0.25),
+        (lambda model, batch: Mean(model(batch["x"]).sum(), 0 * batch["mask"].sum()), 1.0),
+        (lambda model, batch: Mean(model(batch["x"]).sum(), model(batch["x"]).square().sum()), 1.0),
+    ],
+)
+def test_a_plan_says_what_a_sample_of_the_example_weighs_where_the_batch_tells(loss, weight):
+    example = batch()
+    example["label"][:2] = -100
+    example["mask"] = torch.arange(8) % 4 == 0
+    assert make_plan(job(loss=loss), "2x cpu", example, replicas=2).sample_weight == weight
+    assert make_plan(job(loss=loss), "2x cpu", example, pipeline=2, micro_batches=1).sample_weight == weight
+
+
+def test_a_mean_that_stays_whole_is_taken_apart_by_nobody():
+    example = batch()
+    example["label"][:2] = -100
+    assert make_plan(job(loss=labels), "1x cpu", example).sample_weight == 1.0
 
 
 def test_a_loss_that_cannot_be_weighed_runs_whole_and_is_refused_in_parts():

@@ -9,10 +9,10 @@ from plan_jobs import CLASSES, FEATURES
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, one_hot
 
-from shardwise.graph import Capture, Refusal, capture
+from shardwise.graph import Capture, Refusal, capture, read
 from shardwise.job import Mean, objective
 from shardwise.plan import Guard, rewrite, weigh
-from shardwise.plan.weighting import check_of_batch, weight_of_batch
+from shardwise.plan.weighting import check_of_batch, sample_weight, weight_of_batch
 
 SAMPLES = 10
 Batch = dict[str, Tensor]
@@ -200,6 +200,14 @@ def overlap(model, batch):
     """Dice: both sums depend on the parameters, so that no micro-batch has a weight."""
     chance = each(model, batch).sigmoid()
     return 1 - 2 * (chance * batch["mask"]).sum() / (chance.sum() + batch["mask"].sum())
+
+
+def test_a_batch_without_values_does_not_tell_what_its_samples_weigh():
+    graph = captured(ignoring)
+    rewritten = rewrite(graph, weigh(graph))
+    fields = read(batch())[1]
+    assert sample_weight(rewritten, fields, SAMPLES) == 0.6
+    assert sample_weight(rewritten, [field.to("meta") for field in fields], SAMPLES) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """What a session does to the model, against the loop that a user would write by hand."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +166,13 @@ def test_each_step_is_recorded_and_given_to_the_callback():
     assert seen == [1, 2, 3]
     with open("run/metrics.jsonl") as records:
         assert len(records.readlines()) == 3
+
+
+PEAK = "import torch; from shardwise.session.session import _peak_memory; print(_peak_memory(torch.device('cpu')))"
+
+
+def test_the_memory_of_a_process_is_not_that_of_the_one_that_started_it():
+    """What getrusage gives goes over to child processes, whatever they use themselves."""
+    large = torch.ones(2**30 // 4)
+    found = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert 2**26 < int(found.stdout) < large.nbytes

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise.data import Data
 from shardwise.errors import LossError
-from shardwise.job import Job, Precision
+from shardwise.job import Job, Mean, Precision
 from shardwise.plan import Plan, make_plan
 from shardwise.session import parallelize
 from shardwise.session.session import Session
@@ -133,6 +133,20 @@ def with_a_number_of_ones_own(run: Path) -> None:
         session.step(batch)
 
 
+def step_of_own_plans(run: Path) -> Seen:
+    """One step of a batch of which 1 label in 8 counts; each rank makes its plan of another example."""
+    x, mask = torch.ones(8, surprises.FEATURES).double(), torch.arange(8) == 0
+    job = _job(surprises.layers, _masked, 8)
+    plan = make_plan(job, "2x cpu", (x, mask if dist.get_rank() else ~mask), replicas=2)
+    with opened(job, plan, None, run) as session:
+        return Seen([session.step((x, mask)).loss], [], *held(session))
+
+
+def _masked(model: Any, batch: Any) -> Mean:
+    x, mask = batch
+    return Mean((model(x).square().mean(1) * mask).sum(), mask.sum())
+
+
 def with_a_sparse_gradient(run: Path) -> None:
     job = _job(lambda: nn.Embedding(8, 4, sparse=True), lambda model, batch: model(batch).square().mean(), 4)
     batch = torch.arange(4)
@@ -178,11 +192,19 @@ def divided_by_zero(run: Path) -> tuple[str, bool]:
     return "", True
 
 
-def train_in_precision(precision: Precision, asked: Mapping[str, Any], batches: Sequence[Any], run: Path) -> Seen:
-    """A step on each batch, of 8 samples, in single precision or less."""
-    job = replace(_job(single, surprises.distance, 8), precision=precision)
+def train_in_precision(
+    precision: Precision, asked: Mapping[str, Any], batches: Sequence[Any], run: Path, *, as_sum: bool = False
+) -> Seen:
+    """A step on each batch, of 8 samples, in single precision or less; the loss may be a sum over many terms."""
+    job = replace(_job(single, summed if as_sum else surprises.distance, 8), precision=precision)
     with opened(job, make_plan(job, "2x cpu", batches[0], **asked), None, run) as session:
         return Seen([session.step(batch).loss for batch in batches], [], *held(session))
+
+
+def summed(model: Any, batch: Any) -> Mean:
+    """The distance, as a sum with a weight of 10,000 a sample: what long sequences come to."""
+    weight = 10_000 * len(batch[0])
+    return Mean(surprises.distance(model, batch) * weight, weight)
 
 
 def single() -> nn.Module:

@@ -15,7 +15,7 @@ from shardwise.plan.cuts import named_positions, place_cuts
 from shardwise.plan.layout import Layout, describe
 from shardwise.plan.memory import memory_of
 from shardwise.plan.mesh import Mesh, meshes
-from shardwise.plan.notes import notes_of, weighting_of
+from shardwise.plan.notes import notes_of, sample_weight_of, weighting_of
 from shardwise.plan.plan import Alternative, Plan, ScheduleName, ShardMode
 from shardwise.plan.report import size_text
 from shardwise.plan.seconds import slowest_device, step_seconds
@@ -259,6 +259,7 @@ def _plan(draft: _Draft, setting: _Setting, cost: CostModel, *notes: str) -> Pla
         precision=job.precision,
         batch_size=job.batch_size,
         weighting=weighting_of(sketch),
+        sample_weight=sample_weight_of(layout, sketch),
         fingerprint=sketch.graph.graph.fingerprint if isinstance(sketch.graph, Chain) else "",
         notes=(*notes, *notes_of(layout, sketch)),
         step_seconds=step_seconds(layout, sketch, setting.cluster, cost),

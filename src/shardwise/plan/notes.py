@@ -16,6 +16,12 @@ def weighting_of(sketch: Sketch) -> Weighting:
     return "checked" if sketch.weighing.guards else sketch.weighing.weighting
 
 
+def sample_weight_of(layout: Layout, sketch: Sketch) -> float:
+    """As the run will see it: the module as it is, on a whole batch, keeps a mean that no one needs to take apart."""
+    kept = weighting_of(sketch) == "rewritten" and layout.stages == 1 and not layout.splits_the_batch
+    return 1.0 if kept else sketch.weight
+
+
 def notes_of(layout: Layout, sketch: Sketch) -> tuple[str, ...]:
     notes = list(sketch.notes)
     if isinstance(sketch.graph, Refusal):

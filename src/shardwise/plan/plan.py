@@ -1,5 +1,6 @@
 """A plan: who runs what, as a frozen value that can be printed, saved, edited and compared."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
@@ -59,6 +60,8 @@ class Plan:
     weighting:      how micro-batches are weighed: as the loss declares; rewritten to (sum, weight); by samples,
                     which is checked on each batch where labels could be ignored, or needs no check;
                     or by samples without being sure that this is right
+    sample_weight:  what a sample weighs, as far as the example tells: gradients are made as the mean over samples of
+                    this weight, and corrected by what the samples of the step really weigh
     fingerprint:    of the graph that was cut, "" with one stage where nothing was captured
     notes:          what the user should know: what couples samples, why the model is not cut
     alternatives:   plans that were tried before or after this one
@@ -77,6 +80,7 @@ class Plan:
     precision: Precision
     batch_size: int
     weighting: Weighting
+    sample_weight: float = 1.0
     fingerprint: str
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
@@ -120,6 +124,8 @@ def _check_counts(plan: Plan) -> None:
     for name in ("devices", "replicas", "shards", "micro_batches", "batch_size"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name} is {getattr(plan, name)}; a plan has one or more")
+    if not 0 < plan.sample_weight < math.inf:
+        raise PlanError(f"sample_weight is {plan.sample_weight}; it is a number above zero, 1 where nothing is known")
     for number, stage in enumerate(plan.stages):
         least = min(stage.flops, stage.memory_bytes, stage.bytes_sent, *stage.recompute, 0)
         if least < 0:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.cost import OptimizerState, probe_optimizer
 from shardwise.graph import Capture, Chain, Refusal, capture, chain, read, read_graph
 from shardwise.job import Batch, Job, objective
-from shardwise.plan.weighting import Weighing, check_of_batch, weigh
+from shardwise.plan.weighting import Weighing, check_of_batch, rewrite, sample_weight, weigh
 
 
 @final
@@ -29,6 +29,7 @@ class Sketch:
     samples:    of the example batch
     graph:      as a chain of segments, or why it cannot be cut
     weighing:   how micro-batches are weighed, or why the batch must not be split; None where nothing was captured
+    weight:     of one sample of the example, on average; 1 where it is not known
     tensors:    bytes of each parameter and buffer, by name, a tied one once
     gradients:  bytes of each trained parameter
     couples:    what makes samples depend on each other, "" where nothing was found
@@ -38,6 +39,7 @@ class Sketch:
     samples: int
     graph: Chain | Refusal
     weighing: Weighing | Refusal | None
+    weight: float
     tensors: Mapping[str, int]
     gradients: Mapping[str, int]
     optimizer: OptimizerState
@@ -54,12 +56,15 @@ def sketch_job(job: Job, example: Batch) -> Sketch:
     model, notes = _build(job)
     samples = count_samples(example)
     captured = capture(objective(job.loss), model, example, precision=job.precision)
+    fields = read(example)[1]
+    weighing = None if isinstance(captured, Refusal) else _weigh(captured, fields)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return Sketch(
         samples=samples,
         graph=captured if isinstance(captured, Refusal) else _read(captured, model, example, samples),
-        weighing=None if isinstance(captured, Refusal) else _weigh(captured, read(example)[1]),
+        weighing=weighing,
+        weight=_weight(captured, weighing, fields, samples),
         tensors={name: tensor.nbytes for name, tensor in tensors.items()},
         gradients={name: parameter.nbytes for name, parameter in trained.items()},
         optimizer=probe_optimizer(job.optimizer, trained),
@@ -75,6 +80,14 @@ def _weigh(captured: Capture, fields: Sequence[Tensor]) -> Weighing | Refusal:
         return weighing
     wrong = check_of_batch(captured, weighing.guards)(fields)
     return Refusal(wrong) if wrong else weighing
+
+
+def _weight(
+    captured: Capture | Refusal, weighing: Weighing | Refusal | None, fields: Sequence[Tensor], samples: int
+) -> float:
+    if isinstance(captured, Refusal) or not isinstance(weighing, Weighing):
+        return 1.0
+    return sample_weight(rewrite(captured, weighing), fields, samples)
 
 
 def count_samples(batch: Batch) -> int:

@@ -5,6 +5,7 @@ that division is the last thing that a loss does, the loss is rewritten to (sum,
 the weight of all micro-batches of the step.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -117,6 +118,20 @@ def weight_of_batch(rewritten: Capture) -> fx.GraphModule | None:
     return _part_of_batch(rewritten, [weight]) if isinstance(weight, fx.Node) else None
 
 
+def sample_weight(rewritten: Capture, fields: Sequence[Tensor], samples: int) -> float:
+    """What a sample weighs in this batch of `samples`, on average; 1 where that cannot be told from the batch alone."""
+    weight = _leaves(rewritten.module.graph)[1]
+    if isinstance(weight, fx.Node):
+        module = weight_of_batch(rewritten)
+        if module is None:
+            return 1.0
+        with torch.no_grad():
+            (weight,) = module(*fields)
+    if weight is None or (isinstance(weight, Tensor) and not _has_values(weight)):
+        return 1.0
+    return float(weight) / samples if math.isfinite(weight) and weight > 0 else 1.0
+
+
 def check_of_batch(capture: Capture, guards: Sequence[Guard]) -> Callable[[Sequence[Tensor]], str]:
     """What is wrong with a batch of these fields by the `guards` of `capture`, "" where nothing is.
 
@@ -130,8 +145,7 @@ def check_of_batch(capture: Capture, guards: Sequence[Guard]) -> Callable[[Seque
     def check(fields: Sequence[Tensor]) -> str:
         with torch.no_grad():
             for found, guard in zip(labels(*fields), guards, strict=True):
-                known = not (found.is_meta or isinstance(found, FakeTensor))
-                if known and bool((found == guard.ignore_index).any()):
+                if _has_values(found) and bool((found == guard.ignore_index).any()):
                     return _IGNORED.format(guard.ignore_index)
         return ""
 
@@ -143,6 +157,10 @@ _IGNORED = (
     "weight: total = F.cross_entropy(logits, labels, reduction='sum'); "
     "return shardwise.Mean(total, (labels != {0}).sum())"
 )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _labels(capture: Capture, guards: Sequence[Guard]) -> list[fx.Node]:

@@ -110,7 +110,7 @@ class Engine:
         if not weight > 0:
             self.forget()
             raise LossError(f"the weights of the loss of step {step} sum to {weight}; a mean needs at least one term")
-        by = weight / share.total * self.loss_scale.value
+        by = weight / self._expected(share) * self.loss_scale.value
         gradients.divide(list(self._trained.values()), by)
         return total / weight, math.sqrt(square) / by, metrics
 
@@ -199,7 +199,7 @@ class Engine:
             draws=lambda at: Draws(self.job.seed, step, share.first + at, self.device),
             sizes=sizes,
             load=lambda at: [self._to_device(value) for value in fields[at]],
-            root=lambda at, results: self._root(results, share.samples[at] / share.total, 1 / share.total),
+            root=lambda at, results: self._root(results, share.samples[at], self._expected(share)),
             last_backward=self._last_backward,
             finished=self._finished,
         )
@@ -222,13 +222,18 @@ class Engine:
             return value.to(self.device, non_blocking=True)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), value)
 
-    def _root(self, results: Any, of_scalar: float, of_sum: float) -> tuple[Tensor, Tensor]:
-        """The loss and its gradient: a bare scalar weighs as many as it has samples.
+    def _expected(self, share: Share) -> float:
+        """The weight of a step's samples, as far as the plan knows: what gradients are divided by as they are made.
 
-        Both are over the samples of the step, as in the mean that one device would take: fp16 has no room for sums.
+        So they are those of the mean that one device would take: fp16 has no room for sums. And where it is the weight
+        that the step turns out to have, that is the only division.
         """
-        factor = self.loss_scale.value * (of_scalar if results["weight"] is None else of_sum)
-        return results["value"], torch.full_like(results["value"], factor)
+        return share.total * self.plan.sample_weight
+
+    def _root(self, results: Any, samples: int, weight: float) -> tuple[Tensor, Tensor]:
+        """The loss and its gradient, in a step of this weight: a bare scalar counts for each of its samples."""
+        count = samples if results["weight"] is None else 1
+        return results["value"], torch.full_like(results["value"], self.loss_scale.value * count / weight)
 
     def _last_backward(self, stage: int) -> None:
         for module in self.program.sharded:
@@ -249,13 +254,13 @@ class Engine:
 
     @cached_property
     def _counted(self) -> list[nn.Parameter]:
-        """Parameters whose gradient this rank adds to the norm: one that others hold, too, on the first only."""
+        """Parameters whose gradient this rank adds to the norm: one that others hold, too, on one of them only."""
         owners, place = self.program.owners, self.mesh.place
         return [
             p
-            for name, p in self._trained.items()
+            for number, (name, p) in enumerate(self._trained.items())
             if owners.get(name, (place.pipeline,))[0] == place.pipeline
-            and place.replica == 0
+            and number % self.plan.replicas == place.replica
             and (isinstance(p, DTensor) or place.shard == 0)
         ]
 

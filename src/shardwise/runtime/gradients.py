@@ -1,6 +1,6 @@
 """Gradients of a step: summed over replicas and tied copies, divided by the weight, and their true norm."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
@@ -159,11 +159,18 @@ def divide(parameters: Sequence[nn.Parameter], by: float) -> None:
 
 
 def square(counted: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """The squares of all numbers of these parameters' gradients, summed: a scalar of float64."""
-    gradients = [local(p.grad) for p in counted if p.grad is not None and local(p.grad).numel()]
+    """The squares of all numbers of these parameters' gradients, summed: a scalar of float64.
+
+    A norm of half precision is taken in float32: the loss scale is still in it, which float16 has no room for.
+    """
+    of_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for gradient in (local(p.grad) for p in counted if p.grad is not None):
+        if gradient.numel():
+            of_type[gradient.dtype].append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in torch._foreach_norm(gradients) if gradients else ():
-        total += part.double() ** 2
+    for dtype, gradients in of_type.items():
+        norms = torch._foreach_norm(gradients, 2, torch.promote_types(dtype, torch.float32))
+        total += torch.stack(norms).double().square().sum()
     return total
 
 

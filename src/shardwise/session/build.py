@@ -6,7 +6,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.cluster import Cluster, local_cluster
+from shardwise.cluster import local_cluster
 from shardwise.errors import PlanError
 from shardwise.job import Batch, Job, objective
 from shardwise.plan import Plan, load, make_plan, positions
@@ -19,15 +19,11 @@ from shardwise.session.group import Membership
 def agree_on_plan(job: Job, plan: Plan | Path | str, example: Batch | None, member: Membership) -> Plan:
     """The plan of this run: the one given, one from a file, or with "auto" one made for the devices that run.
 
-    The first rank makes it, and the others take it.
+    The first rank's counts, for plans that each rank made or read may differ.
     """
-    if isinstance(plan, Plan):
-        return _checked(plan, job, member)
-    if plan != "auto":
-        return _checked(load(plan), job, member)
     made: list[Any] = [None]
     if member.rank == 0:
-        made = [_attempt(job, example, member)]
+        made = [_attempt(job, plan, example, member)]
     if dist.is_initialized():
         dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], Exception):
@@ -36,16 +32,16 @@ def agree_on_plan(job: Job, plan: Plan | Path | str, example: Batch | None, memb
     return made[0]
 
 
-def _attempt(job: Job, example: Batch | None, member: Membership) -> Plan | Exception:
-    """Made on one rank; an error belongs to all of them."""
+def _attempt(job: Job, plan: Plan | Path | str, example: Batch | None, member: Membership) -> Plan | Exception:
+    """On one rank; an error belongs to all of them."""
     try:
-        return make_plan(job, _cluster(member), example)
+        if isinstance(plan, Plan):
+            return _checked(plan, job, member)
+        if plan != "auto":
+            return _checked(load(plan), job, member)
+        return make_plan(job, local_cluster(member.world_size), example)
     except Exception as error:
         return error
-
-
-def _cluster(member: Membership) -> Cluster:
-    return local_cluster(member.world_size)
 
 
 def _checked(plan: Plan, job: Job, member: Membership) -> Plan:
