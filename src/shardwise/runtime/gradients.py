@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.runtime.host_sum import host_sum
 
 BUCKET_BYTES = 25 * 2**20  # large enough to fill a link, small enough to start early
 
@@ -25,6 +26,9 @@ class ReplicaSum:
 
     A gradient moves into its bucket as it comes, still in the cache, and what autograd made for it is free at once: the
     buckets are the only memory of gradients, kept from step to step.
+
+    CPU ranks of one machine sum behind the backward pass, through memory that they share: there is nothing to hide, for
+    whatever moves the numbers takes its time from the same cores.
     """
 
     def __init__(
@@ -34,7 +38,16 @@ class ReplicaSum:
         self._parameters = dict(reversed([(name, p) for name, p in parameters.items() if p.requires_grad]))
         self._group = group
         self._stages_of = Counter(name for names in stages for name in names)
-        self._buckets = [_Bucket(part) for part in _split(self._parameters)]
+        parts = _split(self._parameters)
+        like = [(sum(p.numel() for p in part.values()), next(iter(part.values()))) for part in parts]
+        on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
+        self._host = host_sum([(length, p.dtype) for length, p in like], group) if on_cpu else None
+        flats = (
+            [torch.empty(length, dtype=p.dtype, device=p.device) for length, p in like]
+            if self._host is None
+            else self._host.own
+        )
+        self._buckets = [_Bucket(part, flat) for part, flat in zip(parts, flats, strict=True)]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name))
@@ -62,6 +75,8 @@ class ReplicaSum:
         assert work is not None
         for each in (*self._works, work):
             each.wait()
+        if self._host is not None:
+            self._host.sum()
         for (name, parameter), by_any in zip(self._parameters.items(), used.tolist(), strict=True):
             parameter.grad = self._bucket_of[name].views[name] if by_any else None
         self._reset()
@@ -69,6 +84,7 @@ class ReplicaSum:
     def _reset(self) -> None:
         self._armed: set[str] = set()
         self._left = self._stages_of.copy()
+        self._started = 0
         self._works: list[dist.Work] = []
         for bucket in self._buckets:
             bucket.missing.update(bucket.views)
@@ -83,10 +99,13 @@ class ReplicaSum:
             self._start_ready()
 
     def _start_ready(self) -> None:
-        for bucket in self._buckets[len(self._works) :]:
+        for bucket in self._buckets[self._started :]:
             if bucket.missing:
                 return
+            self._started += 1
             bucket.clear_unused()
+            if self._host is not None:
+                continue
             work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
             assert work is not None
             self._works.append(work)
@@ -100,11 +119,10 @@ class _Bucket:
     missing:  names of parameters whose gradient is not whole yet
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        first = next(iter(parameters.values()))
+    def __init__(self, parameters: Mapping[str, nn.Parameter], flat: Tensor) -> None:
         sizes = [parameter.numel() for parameter in parameters.values()]
-        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = zip(parameters.items(), self.flat.split(sizes), strict=True)
+        self.flat = flat
+        parts = zip(parameters.items(), flat.split(sizes), strict=True)
         self.views = {name: part.view(parameter.shape) for (name, parameter), part in parts}
         self.missing: set[str] = set()
         self._parameters = parameters
