@@ -1,7 +1,7 @@
 """Sums over ranks of one machine, through memory that they share.
 
-Over sockets the kernel copies every number four times, and CPU ranks lose that time to compute. GPUs of one machine need
-none of this, for NCCL shares memory by itself.
+Over sockets the kernel copies every number four times, and CPU ranks lose that time to compute. GPUs of one machine
+need none of this, for NCCL shares memory by itself.
 """
 
 import mmap
