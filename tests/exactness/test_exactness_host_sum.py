@@ -1,5 +1,6 @@
 """Gradients of replicas on one machine are summed through memory; the small models of other tests send messages."""
 
+import mmap
 import os
 
 import pytest
@@ -36,19 +37,23 @@ def shares_unless(fault: str) -> bool:
     """Whether ranks share memory where rank 1 cannot."""
     group = dist.group.WORLD
     assert group is not None
-    elsewhere, no_room = host_sum._processes, os.posix_fallocate
+    saved = host_sum._processes, os.posix_fallocate, os.memfd_create, mmap.mmap
     if dist.get_rank() == 1 and fault == "another machine":
         host_sum._processes = lambda: "another"
     if dist.get_rank() == 1 and fault == "no room":
         os.posix_fallocate = _no_room
+    if dist.get_rank() == 1 and fault == "no such call":
+        del os.memfd_create
+    if dist.get_rank() == 1 and fault == "too many files":
+        mmap.mmap = _no_room
     try:
         return host_sum.host_sum(LENGTHS, group) is not None
     finally:
-        host_sum._processes, os.posix_fallocate = elsewhere, no_room
+        host_sum._processes, os.posix_fallocate, os.memfd_create, mmap.mmap = saved
 
 
 def _no_room(*_: object) -> None:
-    raise OSError("no space left on device")
+    raise OSError("nothing left")
 
 
 def train_through_memory(training: Training) -> Trained:
@@ -64,7 +69,7 @@ def test_every_rank_gets_the_sum(pool, ranks):
     assert pool.run(ranks, sums_of_whole_numbers, 3) == [[True] * 3 * len(LENGTHS)] * ranks
 
 
-@pytest.mark.parametrize("fault", ["another machine", "no room"])
+@pytest.mark.parametrize("fault", ["another machine", "no room", "no such call", "too many files"])
 def test_all_ranks_send_messages_where_one_cannot_share(pool, fault):
     assert pool.run(3, shares_unless, "") == [True] * 3
     assert pool.run(3, shares_unless, fault) == [False] * 3

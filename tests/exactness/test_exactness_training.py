@@ -154,10 +154,11 @@ def test_16_dropout_goes_on_after_a_resume_as_it_would_have(pool, asked, tmp_pat
 
 @pytest.mark.parametrize("source", ["indexed", "stream"])
 @pytest.mark.parametrize("asked", [*WITHOUT_PIPELINE, REGATHERED])
-def test_18_thirteen_samples_on_two_ranks_are_each_seen_once(pool, asked, source, tmp_path):
-    """Batches of 4 in micro-batches of 2, one a rank; the last sample is alone."""
-    case, sizes = CASES["07_odd_micro_batches"], [[2, 2], [2, 2], [2, 2], [1]]
-    plan = replace(plan_of("07_odd_micro_batches", **{**asked, "micro_batches": 1}), batch_size=4)
+@pytest.mark.parametrize("name", ["07_odd_micro_batches", "padded_loss"])
+def test_18_thirteen_samples_on_two_ranks_are_each_seen_once(pool, asked, source, name, tmp_path):
+    """Batches of 4 in micro-batches of 2, one a rank; the last sample is alone, and shards run it twice."""
+    case, sizes = CASES[name], [[2, 2], [2, 2], [2, 2], [1]]
+    plan = replace(plan_of(name, **{**asked, "micro_batches": 1}), batch_size=4)
     ranks = pool.run(2, train_on_shards, case.name, plan, source, (7, 3, 3), 4, tmp_path)
     batches = iter(case.micro_batches([size for step in sizes for size in step], 0))
     in_steps = [[next(batches) for _ in step] for step in sizes]

@@ -231,8 +231,11 @@ class Engine:
         return share.total * self.plan.sample_weight
 
     def _root(self, results: Any, samples: int, weight: float) -> tuple[Tensor, Tensor]:
-        """The loss and its gradient, in a step of this weight: a bare scalar counts for each of its samples."""
-        count = samples if results["weight"] is None else 1
+        """The loss and its gradient, in a step of this weight: a bare scalar counts for each of its samples.
+
+        A copy that fills up a data rank has no samples, and weighs nothing whatever its loss declares.
+        """
+        count = samples if results["weight"] is None else min(samples, 1)
         return results["value"], torch.full_like(results["value"], self.loss_scale.value * count / weight)
 
     def _last_backward(self, stage: int) -> None:

@@ -6,7 +6,6 @@ need none of this, for NCCL shares memory by itself.
 
 import mmap
 import os
-import platform
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -58,7 +57,7 @@ def host_sum(like: Sequence[tuple[int, torch.dtype]], group: dist.ProcessGroup) 
     Every rank of `group` calls it.
     """
     sizes = [length * dtype.itemsize for length, dtype in like]
-    if sum(sizes) < LEAST_BYTES or platform.system() != "Linux":
+    if sum(sizes) < LEAST_BYTES:
         return None
     ends = list(accumulate(_aligned(size) for size in sizes))
     blocks = _share(ALIGNMENT + ends[-1], group)
@@ -82,44 +81,63 @@ def _aligned(size: int) -> int:
 
 
 def _share(size: int, group: dist.ProcessGroup) -> Sequence[Tensor] | None:
-    """A block of bytes of each rank, all of them mapped here. It has no name, so that nothing is left of it."""
-    file = os.memfd_create("shardwise gradients")
+    """A block of bytes of each rank, all of them mapped here. It has no name, so that nothing is left of it.
+
+    A rank that cannot share still takes part in both messages: the others wait for them.
+    """
+    token = os.urandom(TOKEN_BYTES)
+    file = _new_file(size, token)
     try:
-        token = os.urandom(TOKEN_BYTES)
-        offer = (_processes(), f"/proc/{os.getpid()}/fd/{file}", token)
-        try:
-            os.posix_fallocate(file, 0, size)  # where memory is short, this fails, and not a write later on
-            os.pwrite(file, token, 0)
-        except OSError:
-            offer = ("", "", b"")
         offers: list[Any] = [None] * dist.get_world_size(group)
+        offer = ("", "", b"") if file is None else (_processes(), f"/proc/{os.getpid()}/fd/{file}", token)
         dist.all_gather_object(offers, offer, group)
         blocks = _mapped(offers, size)
         everywhere = torch.tensor(blocks is not None, dtype=torch.int32)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN, group)
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)
     return blocks if everywhere else None
 
 
+def _new_file(size: int, token: bytes) -> int | None:
+    try:
+        file = os.memfd_create("shardwise gradients")
+    except (OSError, AttributeError):  # of Linux only, and not in every build of Python for it
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)  # where memory is short, this fails, and not a write later on
+        os.pwrite(file, token, 0)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
 def _processes() -> str:
-    """Names the machine as it runs now, and the processes that this one can see on it."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    """Names the machine as it runs now, and the processes that this one can see on it; "" where that cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _mapped(offers: Sequence[tuple[str, str, bytes]], size: int) -> Sequence[Tensor] | None:
-    blocks = []
-    for processes, path, token in offers:
-        if processes != _processes():
-            return None
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError:  # of another user, say
-            return None
-        try:
-            if os.pread(file, TOKEN_BYTES, 0) != token:
-                return None
-            blocks.append(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8))
-        finally:
-            os.close(file)
-    return blocks
+    here = _processes()
+    if not here or any(processes != here for processes, _, _ in offers):
+        return None
+    try:
+        return [_block(path, token, size) for _, path, token in offers]
+    except (OSError, ValueError):  # of another user, say, or too many files
+        return None
+
+
+def _block(path: str, token: bytes, size: int) -> Tensor:
+    """raises:  OSError or ValueError where it cannot be mapped, or is not the file of `token`"""
+    file = os.open(path, os.O_RDWR)
+    try:
+        if os.pread(file, TOKEN_BYTES, 0) != token:
+            raise ValueError(f"{path} is of another process")
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+    finally:
+        os.close(file)

@@ -29,6 +29,7 @@ def agree_on_plan(job: Job, plan: Plan | Path | str, example: Batch | None, memb
     if isinstance(made[0], Exception):
         raise made[0]
     assert isinstance(made[0], Plan)
+    _check_device(made[0], member)
     return made[0]
 
 
@@ -36,20 +37,24 @@ def _attempt(job: Job, plan: Plan | Path | str, example: Batch | None, member: M
     """On one rank; an error belongs to all of them."""
     try:
         if isinstance(plan, Plan):
-            return _checked(plan, job, member)
+            return _checked(plan, job)
         if plan != "auto":
-            return _checked(load(plan), job, member)
+            return _checked(load(plan), job)
         return make_plan(job, local_cluster(member.world_size), example)
     except Exception as error:
         return error
 
 
-def _checked(plan: Plan, job: Job, member: Membership) -> Plan:
+def _check_device(plan: Plan, member: Membership) -> None:
+    """On every rank: one may lack a device that the first has."""
     if member.device.type == "cpu" and "cpu" not in plan.cluster:
         raise PlanError(
             f"the plan is for {plan.cluster}, but this machine has no CUDA device; make it for the CPU: "
             f'--cluster "{member.world_size}x cpu"'
         )
+
+
+def _checked(plan: Plan, job: Job) -> Plan:
     for name in ("batch_size", "precision"):
         mine, theirs = getattr(job, name), getattr(plan, name)
         if mine != theirs:

@@ -383,8 +383,10 @@ def _peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":
         # getrusage would give what the launcher used, if that was more: Linux hands it on to child processes.
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+        peak = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split(maxsplit=1)
+        if peak:  # some kernels do not tell it
+            return 1024 * int(peak[0])
     import resource  # no such module on Windows, which has no processes of gloo either
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of macOS: in bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
