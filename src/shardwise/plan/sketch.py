@@ -62,7 +62,7 @@ def sketch_job(job: Job, example: Batch) -> Sketch:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     return Sketch(
         samples=samples,
-        graph=captured if isinstance(captured, Refusal) else _read(captured, model, example, samples),
+        graph=captured if isinstance(captured, Refusal) else _read(captured, model, fields, samples),
         weighing=weighing,
         weight=_weight(captured, weighing, fields, samples),
         tensors={name: tensor.nbytes for name, tensor in tensors.items()},
@@ -130,11 +130,11 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
             place.update({key: fake(value) for key, value in place.items() if isinstance(value, Tensor)})
 
 
-def _read(captured: Capture, model: nn.Module, batch: Batch, samples: int) -> Chain | Refusal:
+def _read(captured: Capture, model: nn.Module, fields: Sequence[Tensor], samples: int) -> Chain | Refusal:
     if samples < 2:
         return Refusal(f"the example has {samples} sample, which fixes every size; give an example of two or more")
     try:
-        return chain(read_graph(captured, model, read(batch)[1]))
+        return chain(read_graph(captured, model, fields))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         return Refusal(f"the size of a value depends on the data ({error}), so that its cost cannot be told")
 

@@ -30,25 +30,21 @@ class HostSum:
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
         """tensors:  by rank in the group, and then in one order on all ranks"""
-        self._rank, self._group = dist.get_rank(group), group
-        self.own = tensors[self._rank]
-        self._parts = [
-            [tensor.tensor_split(len(tensors))[self._rank] for tensor in same] for same in zip(*tensors, strict=True)
-        ]
+        rank, self._group = dist.get_rank(group), group
+        self.own = tensors[rank]
+        own_first = [*tensors[rank:], *tensors[:rank]]
+        parts = [[tensor.tensor_split(len(tensors))[rank].split(PIECE) for tensor in each] for each in own_first]
+        self._pieces = [piece for same in zip(*parts, strict=True) for piece in zip(*same, strict=True)]
 
     def sum(self) -> None:
         """Give the tensors of all ranks the sum over ranks; each rank sums its part, and hands it out."""
         dist.barrier(self._group)
-        for parts in self._parts:
-            for mine, *others in zip(*self._own_first(parts), strict=True):
-                for other in others:
-                    mine += other
-                for other in others:
-                    other.copy_(mine)
+        for mine, *others in self._pieces:
+            for other in others:
+                mine += other
+            for other in others:
+                other.copy_(mine)
         dist.barrier(self._group)
-
-    def _own_first(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        return [parts[(self._rank + turn) % len(parts)].split(PIECE) for turn in range(len(parts))]
 
 
 def host_sum(like: Sequence[tuple[int, torch.dtype]], group: dist.ProcessGroup) -> HostSum | None:
