@@ -17,7 +17,10 @@ def segment(*, flops_forward: int = 0, flops_backward: int = 0, bytes_written: i
         work=flops_forward + flops_backward + 8 * bytes_written,
         bytes_in=0,
         saved_bytes=0,
+        kept_bytes=0,
+        working_bytes=0,
         parameters=(),
+        buffers=(),
     )
 
 

@@ -5,7 +5,7 @@ from shardwise.graph.draws import WHOLE, Draws, mix, seeding
 from shardwise.graph.ops import Graph, Parameter, read_graph
 from shardwise.graph.pieces import Pieces, Ports, Result, cut, results, take
 from shardwise.graph.scalars import scalars
-from shardwise.graph.segments import Chain, Segment, chain
+from shardwise.graph.segments import Chain, Segment, chain, segment
 from shardwise.graph.shapes import Sizes, shapes
 from shardwise.graph.signature import Field, Signature, read
 from shardwise.graph.watch import Refusal
@@ -35,6 +35,7 @@ __all__ = [
     "results",
     "scalars",
     "seeding",
+    "segment",
     "shapes",
     "take",
 ]

@@ -4,6 +4,7 @@ Nothing is looked up in a table of layers: FLOPs are counted on what torch dispa
 activations are what autograd packs; random draws are the random ops that are dispatched.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,10 @@ class Reading:
     flops_forward, flops_backward:  of the example batch
     saved:       bytes that autograd keeps for the backward pass, by storage; parameters and their casts left out
     outputs:     the storages of the results, in order
+    made:        the storages that did not exist before it: of results that are no views, and those saved inside
     bytes_out:   of the results, views counted once
+    working:     bytes that it takes while it runs, results and gradients included; the larger of forward and backward,
+                 without the gradients of parameters
     writes:      storages that the op writes to
     draws:       random ops in it
     needs_grad:  whether a gradient flows back through a result
@@ -38,7 +42,9 @@ class Reading:
     flops_backward: int
     saved: Mapping[Storage, int]
     outputs: tuple[Storage, ...]
+    made: frozenset[Storage]
     bytes_out: int
+    working: int
     writes: frozenset[Storage]
     draws: int
     needs_grad: bool
@@ -56,8 +62,7 @@ def measure(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     readings: dict[fx.Node, Reading] = {}
     remaining = iter(inputs)
-    alive: list[Tensor] = []  # what was saved: a storage that is freed would lend its identity to the next
-    weights: set[Storage] = set()  # of parameters, and of what is computed from parameters alone
+    seen = _Seen()
     with mode:
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -65,11 +70,11 @@ def measure(
             elif node.op == "get_attr":
                 readings[node] = _given(_fake(mode, tensor_of(node)))
                 if isinstance(tensor_of(node), torch.nn.Parameter):
-                    weights.update(readings[node].outputs)
+                    seen.weights.update(readings[node].outputs)
             elif node.op == "call_function":
-                readings[node] = _run(node, readings, weights, alive)
-                if _only_from_weights(node, readings, weights):
-                    weights.update(readings[node].outputs)
+                readings[node] = _run(node, readings, seen)
+                if _only_from_weights(node, readings, seen.weights):
+                    seen.weights.update(readings[node].outputs)
     return readings
 
 
@@ -91,7 +96,9 @@ def _given(value: Any) -> Reading:
         flops_backward=0,
         saved={},
         outputs=tuple(storage(tensor) for tensor in tensors),
+        made=frozenset(),
         bytes_out=0,
+        working=0,
         writes=frozenset(),
         draws=0,
         needs_grad=any(tensor.requires_grad for tensor in tensors),
@@ -99,8 +106,11 @@ def _given(value: Any) -> Reading:
     )
 
 
-def _run(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storage], alive: list[Tensor]) -> Reading:
-    """Run one op apart from the others: its inputs are leaves, so that its own backward can be counted at once."""
+def _run(node: fx.Node, readings: Mapping[fx.Node, Reading], seen: "_Seen") -> Reading:
+    """Run one op apart from the others: its inputs are leaves, so that its own backward can be counted at once.
+
+    Of ops of one kind the first is counted; the others only run, for their results.
+    """
     writes = _written(node)
     leaves: list[Tensor] = []
 
@@ -118,41 +128,157 @@ def _run(node: fx.Node, readings: Mapping[fx.Node, Reading], weights: set[Storag
         return apart
 
     arguments = fx.map_arg((node.args, node.kwargs), leaf)
-    saved: dict[Storage, int] = {}
-    with _saving(saved, weights, alive), _Counter() as forward, torch.enable_grad():
-        value = _call(node.target, *arguments)
-    results = [result for result in pytree.tree_leaves(value) if isinstance(result, Tensor)]
-    with _Counter() as backward:
-        _backward(results, leaves)
+    given = _given_storages(node, readings)
+    kind = _kind(node, readings, given, seen.weights)
+    if kind in seen.costs:
+        with torch.enable_grad():
+            value = _call(node.target, *arguments)
+    else:
+        weights = sum(_bytes(leaf) for leaf in leaves if storage(leaf) in seen.weights)
+        value, seen.costs[kind] = _counted(node.target, arguments, leaves, given, weights, seen)
+    cost = seen.costs[kind]
+    results = _tensors(value)
+    seen.alive += results
     storages = {storage(result): result for result in results}
-    given = {place for source in node.all_input_nodes for place in readings[source].outputs}
+    saved = dict(_places(cost, given, results, seen))
     needs_grad = any(result.requires_grad for result in results) or (
         bool(writes) and any(readings[source].needs_grad for source in node.all_input_nodes)
     )
     if writes and needs_grad:
         value = pytree.tree_map_only(Tensor, lambda result: result.detach().requires_grad_(), value)
     return Reading(
-        flops_forward=forward.flops,
-        flops_backward=backward.flops,
+        flops_forward=cost.flops_forward,
+        flops_backward=cost.flops_backward,
         saved=saved,
         outputs=tuple(storage(result) for result in results),
+        made=frozenset((storages.keys() | saved.keys()) - set(given)),
         bytes_out=sum(_bytes(result) for place, result in storages.items() if place not in given),
-        writes=frozenset(forward.written & given),
-        draws=forward.draws,
+        working=cost.working,
+        writes=frozenset(given[number] for number in cost.writes),
+        draws=cost.draws,
         needs_grad=needs_grad,
         value=value,
     )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What ops of one kind have in common; storages by where they come from.
+
+    saved_inputs, saved_results:  bytes kept for the backward pass, by number among the storages given, and by number
+                                  among the results; `saved_inside` are bytes of storages that only the op itself knows
+    writes:                       numbers among the storages given
+    """
+
+    flops_forward: int
+    flops_backward: int
+    working: int
+    draws: int
+    saved_inputs: Mapping[int, int]
+    saved_results: Mapping[int, int]
+    saved_inside: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@final
+class _Seen:
+    """What has been learned from the ops so far.
+
+    weights:  storages of parameters, and of what is computed from parameters alone
+    alive:    tensors that are kept: a storage that is freed would lend its identity to the next
+    costs:    by kind of op
+    """
+
+    def __init__(self) -> None:
+        self.weights: set[Storage] = set()
+        self.alive: list[Tensor] = []
+        self.costs: dict[object, _Cost] = {}
+        self._inside = 0
+
+    def new_storage(self) -> Storage:
+        """An identity for a storage that was not looked at: below zero, where no real one is."""
+        self._inside -= 1
+        return self._inside
+
+
+def _given_storages(node: fx.Node, readings: Mapping[fx.Node, Reading]) -> list[Storage]:
+    return list(dict.fromkeys(place for source in node.all_input_nodes for place in readings[source].outputs))
+
+
+def _kind(
+    node: fx.Node, readings: Mapping[fx.Node, Reading], given: Sequence[Storage], weights: set[Storage]
+) -> object:
+    """Equal for ops of one target whose inputs have one layout and share storages in one way."""
+
+    def layout(value: Any) -> object:
+        if not isinstance(value, Tensor):
+            return type(value), value
+        place = storage(value)
+        shape = tuple(value.shape), value.stride(), value.storage_offset()
+        return given.index(place), place in weights, value.requires_grad, value.dtype, *shape
+
+    leaves, tree = pytree.tree_flatten(fx.map_arg((node.args, node.kwargs), lambda source: readings[source].value))
+    try:
+        kind = node.target, tree, tuple(layout(leaf) for leaf in leaves)
+        hash(kind)
+    except TypeError:  # a slice, or another constant that cannot be a key
+        return object()
+    return kind
+
+
+def _counted(
+    target: Any, arguments: Sequence[Any], leaves: Sequence[Tensor], given: Sequence[Storage], weights: int, seen: _Seen
+) -> tuple[Any, _Cost]:
+    """Run an op and count; `weights` are the bytes of the parameters among its leaves."""
+    saved: dict[Storage, int] = {}
+    with _saving(saved, seen), _Counter() as forward, torch.enable_grad():
+        value = _call(target, *arguments)
+    results = _tensors(value)
+    with _Counter() as backward:
+        gradients = _backward(results, leaves)
+    numbers = {place: number for number, place in enumerate(given)}
+    places = {storage(result): number for number, result in enumerate(results)}
+    return value, _Cost(
+        flops_forward=forward.flops,
+        flops_backward=backward.flops,
+        working=max(forward.allocated.peak, gradients + backward.allocated.peak - weights, 0),
+        draws=forward.draws,
+        saved_inputs={numbers[place]: size for place, size in saved.items() if place in numbers},
+        saved_results={places[place]: size for place, size in saved.items() if place in places.keys() - numbers.keys()},
+        saved_inside=tuple(size for place, size in saved.items() if place not in places.keys() | numbers.keys()),
+        writes=tuple(number for place, number in numbers.items() if place in forward.written),
+    )
+
+
+def _places(
+    cost: _Cost, given: Sequence[Storage], results: Sequence[Tensor], seen: _Seen
+) -> Iterator[tuple[Storage, int]]:
+    """What an op saves, by storage."""
+    for number, size in cost.saved_inputs.items():
+        yield given[number], size
+    for number, size in cost.saved_results.items():
+        yield storage(results[number]), size
+    for size in cost.saved_inside:
+        yield seen.new_storage(), size
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def _backward(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+def _backward(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> int:
+    """Run it; the bytes of the gradients that it is given."""
     roots = [result for result in results if result.requires_grad and result.grad_fn is not None]
-    if roots and leaves:
-        gradients = [torch.empty_like(root) for root in roots]
-        torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+    if not roots or not leaves:
+        return 0
+    gradients = [torch.empty_like(root) for root in roots]
+    torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
+    return sum(_bytes(gradient) for gradient in gradients)
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
@@ -190,10 +316,10 @@ def _bytes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _saving(saved: dict[Storage, int], weights: set[Storage], alive: list[Tensor]) -> Iterator[None]:
+def _saving(saved: dict[Storage, int], seen: _Seen) -> Iterator[None]:
     def pack(tensor: Tensor) -> Tensor:
-        alive.append(tensor.detach())
-        if storage(tensor) not in weights:
+        seen.alive.append(tensor.detach())
+        if storage(tensor) not in seen.weights:
             saved[storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -208,6 +334,7 @@ class _Counter(TorchDispatchMode):
 
     flops: int = 0
     draws: int = 0
+    allocated: "_Allocated" = field(default_factory=lambda: _Allocated())
     written: set[Storage] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -221,9 +348,38 @@ class _Counter(TorchDispatchMode):
         if count is not None:
             self.flops += int(count(*args, **(kwargs or {}), out_val=result))
         self.draws += torch.Tag.nondeterministic_seeded in function.tags
+        self.allocated.see(result, (args, kwargs))
         written = pytree.tree_leaves(_written_arguments(function, args, kwargs or {}))
         self.written.update(storage(tensor) for tensor in written if isinstance(tensor, Tensor))
         return result
+
+
+@final
+class _Allocated:
+    """Bytes of the tensors that come into being and go again."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._live = 0
+        self._known: dict[Storage, weakref.ref[Any]] = {}
+
+    def see(self, result: Any, given: Any) -> None:
+        before = {storage(value) for value in pytree.tree_leaves(given) if isinstance(value, Tensor)}
+        for tensor in _tensors(result):
+            place = storage(tensor)
+            if place not in before and place not in self._known:
+                self._add(place, tensor.untyped_storage())
+        self.peak = max(self.peak, self._live)
+
+    def _add(self, place: Storage, made: torch.UntypedStorage) -> None:
+        size = made.nbytes()
+
+        def gone(_: object) -> None:
+            self._live -= size
+            del self._known[place]
+
+        self._known[place] = weakref.ref(made, gone)
+        self._live += size
 
 
 def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

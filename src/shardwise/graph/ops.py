@@ -25,17 +25,23 @@ class Op:
     """One op that belongs to one stage.
 
     calls:       the modules whose call it is part of, outermost first, by path; a second call of one is "path@1"
-    parameters:  that it reads, by name
+    parameters, buffers:  that it reads, by name; those that only masks and positions need are left out
     saved:       bytes kept for the backward pass, by storage (equal keys are one storage)
+    kept_bytes:  of what it computes, kept for the backward pass by any op; what the batch alone gives counts with the
+                 first op that keeps it
+    working_bytes:  that it takes while it runs, forward or backward, without the gradients of parameters
     """
 
     name: str
     target: str
     calls: tuple[str, ...]
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
     flops_forward: int
     flops_backward: int
     saved: Mapping[int, int]
+    kept_bytes: int
+    working_bytes: int
     bytes_out: int
     draws: int
 
@@ -126,7 +132,8 @@ def read_graph(capture: Capture, model: nn.Module, inputs: Sequence[Tensor]) -> 
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     replicated = _replicated(calls, readings)
     nodes = tuple(node for node in calls if node not in replicated)
-    ops = tuple(_op(module, node, readings[node]) for node in nodes)
+    kept = _kept(nodes, readings)
+    ops = tuple(_op(module, node, readings[node], kept[node]) for node in nodes)
     draws, first_draw = 0, {}
     for node in nodes:
         first_draw[node.name] = draws
@@ -191,15 +198,32 @@ def _from_batch(
     return node.op == "placeholder" or node in replicated
 
 
-def _op(module: fx.GraphModule, node: fx.Node, reading: Reading) -> Op:
+def _kept(nodes: Sequence[fx.Node], readings: Mapping[fx.Node, Reading]) -> dict[fx.Node, int]:
+    """For each op, the bytes of what it made that some op keeps."""
+    makers = {place: node for node in nodes for place in readings[node].made}
+    kept = dict.fromkeys(nodes, 0)
+    counted: set[int] = set()
+    for node in nodes:
+        for place, size in readings[node].saved.items():
+            if place not in counted:
+                counted.add(place)
+                kept[makers.get(place, node)] += size
+    return kept
+
+
+def _op(module: fx.GraphModule, node: fx.Node, reading: Reading, kept_bytes: int) -> Op:
+    named = [source for source in node.all_input_nodes if source.op == "get_attr" and "name" in source.meta]
     return Op(
         name=node.name,
         target=str(node.target),
         calls=_calls(module, node),
-        parameters=tuple(source.meta["name"] for source in node.all_input_nodes if _is_parameter(source)),
+        parameters=tuple(source.meta["name"] for source in named if _is_parameter(source)),
+        buffers=tuple(source.meta["name"] for source in named if not _is_parameter(source)),
         flops_forward=reading.flops_forward,
         flops_backward=reading.flops_backward,
         saved=reading.saved,
+        kept_bytes=kept_bytes,
+        working_bytes=reading.working,
         bytes_out=reading.bytes_out,
         draws=reading.draws,
     )

@@ -23,6 +23,8 @@ class Segment:
     kind:        equal for segments of equal ops and sizes (a repeated block)
     bytes_in:    that cross its start, of the example batch
     saved_bytes: kept for the backward pass, each storage once, of the example batch
+    kept_bytes:  of what it computes itself, kept for the backward pass by any segment, of the example batch
+    working_bytes:  that it takes beside those while it runs, without the gradients of parameters
     """
 
     ops: range
@@ -33,7 +35,10 @@ class Segment:
     work: int
     bytes_in: int
     saved_bytes: int
+    kept_bytes: int
+    working_bytes: int
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
 
     @property
     def flops(self) -> int:
@@ -101,20 +106,31 @@ def _shared(left: Sequence[str], right: Sequence[str]) -> int:
 
 def _segment(graph: Graph, places: range, kinds: dict[object, int]) -> Segment:
     ops = graph.ops[places.start : places.stop]
+    shape = tuple((op.target, op.flops_forward, op.flops_backward, op.bytes_out, len(op.parameters)) for op in ops)
+    return segment(graph, places, kinds.setdefault(shape, len(kinds)))
+
+
+def segment(graph: Graph, places: range, kind: int) -> Segment:
+    """These ops as one segment."""
+    ops = graph.ops[places.start : places.stop]
     saved: dict[int, int] = {}
     for op in ops:
         saved.update(op.saved)
-    shape = tuple((op.target, op.flops_forward, op.flops_backward, op.bytes_out, len(op.parameters)) for op in ops)
+    bytes_in = graph.widths[places.start] or 0
     return Segment(
         ops=places,
         name=span(ops),
-        kind=kinds.setdefault(shape, len(kinds)),
+        kind=kind,
         flops_forward=sum(op.flops_forward for op in ops),
         flops_backward=sum(op.flops_backward for op in ops),
         work=sum(op.work for op in ops),
-        bytes_in=graph.widths[places.start] or 0,
+        bytes_in=bytes_in,
         saved_bytes=sum(saved.values()),
+        kept_bytes=sum(op.kept_bytes for op in ops),
+        # Beside the op that takes most, the gradient of what the segment was given grows.
+        working_bytes=max(op.working_bytes for op in ops) + bytes_in,
         parameters=tuple(dict.fromkeys(name for op in ops for name in op.parameters)),
+        buffers=tuple(dict.fromkeys(name for op in ops for name in op.buffers)),
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import final
 
-from shardwise.graph import Chain, Ports, Segment, cut, shapes
+from shardwise.graph import Chain, Ports, Segment, cut, segment, shapes
 from shardwise.schedule import Links
 
 
@@ -47,7 +47,7 @@ def cut_into_sections(chain: Chain, bounds: Sequence[int]) -> tuple[Section, ...
     names = {position: name for name, position in chain.cuts.items()}
     sections = []
     for begin, port in zip(bounds, ports, strict=True):
-        segments = tuple(known.get(ops) or _part(chain, ops) for ops in port.segments)
+        segments = tuple(known.get(ops) or segment(chain.graph, ops, kind=-1) for ops in port.segments)
         again = tuple(at for at, segment in enumerate(segments) if segment.saved_bytes > segment.bytes_in)
         others = [ops for at, ops in enumerate(port.segments) if at not in again]
         sections.append(
@@ -94,22 +94,6 @@ def _bytes_from(port: Ports, sizes: Mapping[str, int]) -> dict[int, int]:
 def _last_module(chain: Chain, port: Ports) -> str:
     ops = chain.graph.ops[port.segments[0].start : port.segments[-1].stop]
     return next((op.calls[-1] for op in reversed(ops) if op.calls), "loss")
-
-
-def _part(chain: Chain, ops: range) -> Segment:
-    """A part of a segment, where a plan cuts inside."""
-    own = chain.graph.ops[ops.start : ops.stop]
-    return Segment(
-        ops=ops,
-        name=own[0].name,
-        kind=-1,  # like no other
-        flops_forward=sum(op.flops_forward for op in own),
-        flops_backward=sum(op.flops_backward for op in own),
-        work=sum(op.work for op in own),
-        bytes_in=chain.graph.widths[ops.start] or 0,
-        saved_bytes=_saved_bytes(chain, [ops]),
-        parameters=tuple(dict.fromkeys(name for op in own for name in op.parameters)),
-    )
 
 
 def _saved_bytes(chain: Chain, ranges: Sequence[range]) -> int:
