@@ -1,0 +1,189 @@
+"""Of all ways to arrange the devices and to cut the model, the one with the shortest step.
+
+Where there are few ways to cut, each is tried, best promise first, until what is promised is worse than what was
+found: then the answer is the best there is. Where there are too many, cuts are placed so that the slowest stage is as
+fast as can be, and moved one segment at a time as long as that helps.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb, inf
+from typing import Generic, TypeVar, final
+
+from shardwise.plan.bounds import least_of_case, least_of_stages
+from shardwise.plan.case import Case, Split, fit_rank, split, stage_costs, step_seconds, update_seconds
+from shardwise.plan.fit import Fit
+
+Name = TypeVar("Name")
+
+FEW = 4_000  # ways to cut that are all looked at
+MOVES = 200  # of one cut by one segment, at most
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Found(Generic[Name]):
+    """The best of one case.
+
+    seconds:  of a step, played; where it does not fit, what a step takes at least
+    """
+
+    name: Name
+    split: Split
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.split.short_by[0] <= 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Searched(Generic[Name]):
+    """What a search has seen.
+
+    found:    the best of each case that was looked at, in the order of the cases
+    slower:   seconds that a step takes at least, of each case that cannot be better than the best
+    """
+
+    found: tuple[Found[Name], ...]
+    slower: Mapping[Name, float]
+
+    @property
+    def best(self) -> Found[Name] | None:
+        """The fastest of those that fit; of equals the first."""
+        return min((one for one in self.found if one.fits), key=lambda one: one.seconds, default=None)
+
+
+def search(
+    cases: Mapping[Name, Case], bounds: Callable[[Case], Sequence[tuple[int, ...]]] | None = None
+) -> Searched[Name]:
+    """Look at the cases, most promising first.
+
+    bounds:  gives the cuts to look at, where they are not to be chosen
+    """
+    order = {name: at for at, name in enumerate(cases)}
+    promises = {name: least_of_case(case) for name, case in cases.items()}
+    known: dict[object, Fit] = {}
+    found: list[Found[Name]] = []
+    slower: dict[Name, float] = {}
+    best = inf
+    for name in sorted(cases, key=lambda name: promises[name]):
+        if promises[name] > best:
+            slower[name] = promises[name]
+            continue
+        case = cases[name]
+        one = _best_cuts(name, case, best, known, None if bounds is None else bounds(case))
+        if one is None:
+            slower[name] = max(promises[name], best)
+            continue
+        found.append(one)
+        if one.fits:
+            best = min(best, one.seconds)
+    return Searched(tuple(sorted(found, key=lambda one: order[one.name])), slower)
+
+
+def _best_cuts(
+    name: Name, case: Case, best: float, known: dict[object, Fit], given: Sequence[tuple[int, ...]] | None
+) -> Found[Name] | None:
+    """The best cuts of a case; None where it fits but cannot be as fast as `best`."""
+    if given is None:
+        few = comb(case.segments - 1, case.stages - 1) <= FEW
+        given = _all_cuts(case) if few else _moved(case, balanced(case, known), known)
+    fitting: list[tuple[float, Split]] = []
+    short: list[tuple[int, float, Split]] = []
+    for bounds in given:
+        one = split(case, bounds, known)
+        least = least_of_stages(case, stage_costs(one)) + update_seconds(one)
+        if one.short_by[0] > 0:
+            short.append((one.short_by[0], least, one))
+        else:
+            fitting.append((least, one))
+    if not fitting:
+        _, least, one = min(short, key=lambda entry: entry[:2])
+        return Found(name, one, least)
+    winner: Found[Name] | None = None
+    for least, one in sorted(fitting, key=lambda entry: entry[0]):
+        if least > best or (winner is not None and least >= winner.seconds):
+            break
+        seconds = step_seconds(one)
+        if winner is None or seconds < winner.seconds:
+            winner = Found(name, one, seconds)
+    return winner
+
+
+def _all_cuts(case: Case) -> list[tuple[int, ...]]:
+    inner = combinations(range(1, case.segments), case.stages - 1)
+    return [(0, *cuts, case.segments) for cuts in inner]
+
+
+def balanced(case: Case, known: dict[object, Fit]) -> tuple[int, ...]:
+    """Cuts by which the slowest stage is as fast as can be, each rank within its memory; even ones where none fit.
+
+    Each stage takes as many segments as it can do within a limit, and the limit is halved and halved again: whatever a
+    stage can do, it can do with a segment less.
+    """
+    low, high = 0.0, 2 * max(loads.seconds(0, case.segments) for loads in case.loads)
+    cuts = _within(case, high, known)
+    if cuts is None:
+        return tuple(round(stage * case.segments / case.stages) for stage in range(case.stages + 1))
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        tighter = _within(case, middle, known)
+        if tighter is None:
+            low = middle
+        else:
+            high, cuts = middle, tighter
+    return cuts
+
+
+def _within(case: Case, limit: float, known: dict[object, Fit]) -> tuple[int, ...] | None:
+    """Cuts by which no stage takes longer than `limit`; None where there are none."""
+    cuts = [0]
+    for stage in range(case.stages):
+        first, most = cuts[-1], case.segments - (case.stages - 1 - stage)
+        # The first place at which it is too much, by halves.
+        low, high = first, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _can(case, stage, first, middle, limit, known):
+                low = middle
+            else:
+                high = middle
+        if low == first:
+            return None
+        cuts.append(low)
+    return tuple(cuts) if cuts[-1] == case.segments else None
+
+
+def _can(case: Case, stage: int, first: int, last: int, limit: float, known: dict[object, Fit]) -> bool:
+    """Whether `stage` can do these segments within `limit`; where a rank has several stages, as for memory, perhaps."""
+    rank = case.rank_of(stage)
+    seconds = case.loads[rank].seconds(first, last)
+    if seconds > limit or case.stages_per_rank > 1:
+        return seconds <= limit
+    fitted = fit_rank(case, rank, [(first, last)], known)
+    return fitted.bytes <= case.rooms[rank] and seconds + fitted.seconds[0] <= limit
+
+
+def _moved(case: Case, start: tuple[int, ...], known: dict[object, Fit]) -> list[tuple[int, ...]]:
+    """`start`, and where one comes from it by moving one cut by one segment as long as that helps."""
+
+    def worth(bounds: tuple[int, ...]) -> tuple[int, float]:
+        one = split(case, bounds, known)
+        return max(0, one.short_by[0]), least_of_stages(case, stage_costs(one))
+
+    best, value, tries, idle = start, worth(start), 0, 0
+    steps = [(at, by) for at in range(1, case.stages) for by in (-1, 1)]
+    while steps and idle < len(steps) and tries < MOVES:
+        at, by = steps[tries % len(steps)]
+        tries, idle = tries + 1, idle + 1
+        moved = best[at] + by
+        if not best[at - 1] < moved < best[at + 1]:
+            continue
+        other = (*best[:at], moved, *best[at + 1 :])
+        found = worth(other)
+        if found < value:
+            best, value, idle = other, found, 0
+    return [start, best]
