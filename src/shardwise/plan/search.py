@@ -19,6 +19,7 @@ Name = TypeVar("Name")
 
 FEW = 4_000  # ways to cut that are all looked at
 MOVES = 200  # of one cut by one segment, at most
+NEAR = 0.02  # of the best step: no estimate is finer, so the simplest of those that are as near is the one to take
 
 
 @final
@@ -44,7 +45,7 @@ class Searched(Generic[Name]):
     """What a search has seen.
 
     found:    the best of each case that was looked at, in the order of the cases
-    slower:   seconds that a step takes at least, of each case that cannot be better than the best
+    slower:   seconds that a step takes at least, of each case that cannot come near the best
     """
 
     found: tuple[Found[Name], ...]
@@ -54,6 +55,12 @@ class Searched(Generic[Name]):
     def best(self) -> Found[Name] | None:
         """The fastest of those that fit; of equals the first."""
         return min((one for one in self.found if one.fits), key=lambda one: one.seconds, default=None)
+
+    @property
+    def simplest(self) -> Found[Name] | None:
+        """The first that fits and is near the best, as the cases are in order of what they ask of the reader."""
+        best = self.best
+        return next((one for one in self.found if best and one.fits and _near(one.seconds, best.seconds)), None)
 
 
 def search(
@@ -70,13 +77,13 @@ def search(
     slower: dict[Name, float] = {}
     best = inf
     for name in sorted(cases, key=lambda name: promises[name]):
-        if promises[name] > best:
+        if not _near(promises[name], best):
             slower[name] = promises[name]
             continue
         case = cases[name]
         one = _best_cuts(name, case, best, known, None if bounds is None else bounds(case))
         if one is None:
-            slower[name] = max(promises[name], best)
+            slower[name] = max(promises[name], best * (1 + NEAR))
             continue
         found.append(one)
         if one.fits:
@@ -87,7 +94,7 @@ def search(
 def _best_cuts(
     name: Name, case: Case, best: float, known: dict[object, Fit], given: Sequence[tuple[int, ...]] | None
 ) -> Found[Name] | None:
-    """The best cuts of a case; None where it fits but cannot be as fast as `best`."""
+    """The best cuts of a case; None where it fits but cannot come near `best`."""
     if given is None:
         few = comb(case.segments - 1, case.stages - 1) <= FEW
         given = _all_cuts(case) if few else _moved(case, balanced(case, known), known)
@@ -105,12 +112,16 @@ def _best_cuts(
         return Found(name, one, least)
     winner: Found[Name] | None = None
     for least, one in sorted(fitting, key=lambda entry: entry[0]):
-        if least > best or (winner is not None and least >= winner.seconds):
+        if not _near(least, best) or (winner is not None and least >= winner.seconds):
             break
         seconds = step_seconds(one)
         if winner is None or seconds < winner.seconds:
             winner = Found(name, one, seconds)
     return winner
+
+
+def _near(seconds: float, best: float) -> bool:
+    return seconds <= best * (1 + NEAR)
 
 
 def _all_cuts(case: Case) -> list[tuple[int, ...]]:
