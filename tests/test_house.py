@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "shardwise"
 # Raise a ceiling only in the commit that needs it, with the reason.
 PUBLIC_NAMES_OF_SHARDWISE = 25
 PUBLIC_NAMES_OF_A_FOLDER = 16
-PUBLIC_NAMES_OF_LARGE_FOLDERS = {"graph": 26}  # capture, segments and meters behind one face
+PUBLIC_NAMES_OF_LARGE_FOLDERS = {"graph": 25}  # capture, segments and meters behind one face
 TYPE_IGNORES = 10
 NOQAS = 10
 

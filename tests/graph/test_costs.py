@@ -52,6 +52,12 @@ def test_a_convolution_multiplies_each_window():
     ]
 
 
+def test_a_sparse_gradient_is_read_as_a_dense_one_is():
+    sparse, dense = (captured(nn.Embedding(100, D, sparse=sparse), torch.arange(B)) for sparse in (True, False))
+    assert [op.bytes_out for op in sparse.graph.ops] == [op.bytes_out for op in dense.graph.ops]
+    assert saved(sparse) == saved(dense)
+
+
 def test_activations_are_counted_once_however_many_ops_keep_them_and_weights_never():
     """The first layer keeps the batch, ReLU its output, which the second layer keeps too, and the square its input."""
     chain = captured(nn.Sequential(linear(), nn.ReLU(), linear()), numbers(B, D))

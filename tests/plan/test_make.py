@@ -27,6 +27,18 @@ class WithNorm(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
 
 
+class OverNeighbours(nn.Module):
+    """[B, D] to [B, 4], a layer of a graph network over four nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, 4)
+        self.register_buffer("neighbours", torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.neighbours, self.embed(x).T).T
+
+
 class Wide(nn.Module):
     """Sixteen matrices of 4 GiB, which AdamW takes to 256 GiB."""
 
@@ -281,6 +293,15 @@ def test_a_pipeline_of_a_model_that_is_not_cut_names_the_line_and_what_runs_inst
 def test_an_example_of_one_sample_is_not_cut():
     plan = make_plan(job(), "1x cpu", batch(1))
     assert any("give an example of two or more" in note for note in plan.notes)
+
+
+def test_a_model_that_holds_a_sparse_tensor_is_not_cut():
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    assert make_plan(job(OverNeighbours, loss), "2x cpu", batch()).replicas == 2
+    message = refused(job=job(OverNeighbours, loss), pipeline=2)
+    assert "neighbours is a torch.sparse_coo tensor, which no stage can hold; make it dense" in message
 
 
 def test_a_batch_that_couples_is_never_split():

@@ -2,12 +2,12 @@
 
 from shardwise.graph.capture import Capture, autocast, capture
 from shardwise.graph.draws import WHOLE, Draws, mix, seeding
-from shardwise.graph.ops import Graph, Parameter, read_graph
+from shardwise.graph.ops import Graph, read_graph
 from shardwise.graph.pieces import Pieces, Ports, Result, cut, results, take
 from shardwise.graph.scalars import scalars
 from shardwise.graph.segments import Chain, Segment, chain, segment
 from shardwise.graph.shapes import Sizes, shapes
-from shardwise.graph.signature import Field, Signature, read
+from shardwise.graph.signature import Signature, read
 from shardwise.graph.watch import Refusal
 
 __all__ = [
@@ -15,9 +15,7 @@ __all__ = [
     "Capture",
     "Chain",
     "Draws",
-    "Field",
     "Graph",
-    "Parameter",
     "Pieces",
     "Ports",
     "Refusal",

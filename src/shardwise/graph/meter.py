@@ -267,6 +267,15 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def _stored(value: Any) -> Iterator[Tensor]:
+    """The tensors in it that have a storage: a sparse one consists of two."""
+    for tensor in _tensors(value):
+        if tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        else:
+            yield tensor
+
+
 def _call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return target(*args, **kwargs)
 
@@ -350,7 +359,7 @@ class _Counter(TorchDispatchMode):
         self.draws += torch.Tag.nondeterministic_seeded in function.tags
         self.allocated.see(result, (args, kwargs))
         written = pytree.tree_leaves(_written_arguments(function, args, kwargs or {}))
-        self.written.update(storage(tensor) for tensor in written if isinstance(tensor, Tensor))
+        self.written.update(storage(tensor) for tensor in _stored(written))
         return result
 
 
@@ -364,8 +373,8 @@ class _Allocated:
         self._known: dict[Storage, weakref.ref[Any]] = {}
 
     def see(self, result: Any, given: Any) -> None:
-        before = {storage(value) for value in pytree.tree_leaves(given) if isinstance(value, Tensor)}
-        for tensor in _tensors(result):
+        before = {storage(tensor) for tensor in _stored(given)}
+        for tensor in _stored(result):
             place = storage(tensor)
             if place not in before and place not in self._known:
                 self._add(place, tensor.untyped_storage())

@@ -65,7 +65,7 @@ def sketch_job(job: Job, example: Batch) -> Sketch:
         graph=captured if isinstance(captured, Refusal) else _read(captured, model, fields, samples),
         weighing=weighing,
         weight=_weight(captured, weighing, fields, samples),
-        tensors={name: tensor.nbytes for name, tensor in tensors.items()},
+        tensors={name: _bytes(tensor) for name, tensor in tensors.items()},
         gradients={name: parameter.nbytes for name, parameter in trained.items()},
         optimizer=probe_optimizer(job.optimizer, trained),
         couples=_couples(captured, model),
@@ -130,9 +130,17 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
             place.update({key: fake(value) for key, value in place.items() if isinstance(value, Tensor)})
 
 
+def _bytes(tensor: Tensor) -> int:
+    parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    return sum(part.nbytes for part in parts)
+
+
 def _read(captured: Capture, model: nn.Module, fields: Sequence[Tensor], samples: int) -> Chain | Refusal:
     if samples < 2:
         return Refusal(f"the example has {samples} sample, which fixes every size; give an example of two or more")
+    for name, tensor in model.named_buffers():
+        if tensor.layout is not torch.strided:
+            return Refusal(f"{name} is a {tensor.layout} tensor, which no stage can hold; make it dense (to_dense())")
     try:
         return chain(read_graph(captured, model, fields))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
