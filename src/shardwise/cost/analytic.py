@@ -11,6 +11,7 @@ from shardwise.job import Precision
 FLOPS_REACHED = 0.5  # of the peak, in large matrix products; published training runs reach 0.4 to 0.6 of a step
 BYTES_REACHED = 0.8  # of the peak, of memory and wires
 TRIPS = 2  # each value is written once and read once; its gradient, too
+UPDATE_TRIPS = 7  # of a parameter in AdamW
 
 
 @final
@@ -41,6 +42,10 @@ class Analytic:
         """
         messages = 2 * (ranks - 1)
         return messages * self.transfer_seconds(-(-size_bytes // ranks), link)
+
+    def update_seconds(self, size_bytes: int, device: Device) -> float:
+        """Reads and writes a parameter and two values of state as large, and reads the gradient."""
+        return UPDATE_TRIPS * size_bytes / (BYTES_REACHED * device.bytes_per_second)
 
     def _seconds(self, flops: int, bytes_written: int, device: Device) -> float:
         compute = flops / (FLOPS_REACHED * device.flops_per_second[self.precision])

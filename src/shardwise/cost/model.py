@@ -7,7 +7,7 @@ from shardwise.graph import Segment
 
 
 class CostModel(Protocol):
-    """Seconds of the three things that a step consists of."""
+    """Seconds of what a step consists of."""
 
     def forward_seconds(self, segment: Segment, device: Device, scale: float) -> float:
         """scale: samples of the micro-batch by samples of the example that the segment was read from"""
@@ -23,4 +23,8 @@ class CostModel(Protocol):
 
     def reduction_seconds(self, size_bytes: int, ranks: int, link: Link) -> float:
         """The sum of `size_bytes` over `ranks`, left on each of them."""
+        ...
+
+    def update_seconds(self, size_bytes: int, device: Device) -> float:
+        """The optimizer's step on parameters of so many bytes."""
         ...

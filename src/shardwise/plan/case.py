@@ -11,7 +11,7 @@ from shardwise.plan.loads import Loads
 from shardwise.plan.plan import ScheduleName
 from shardwise.schedule import Links, Schedule, StageCosts, simulate
 from shardwise.schedule.actions import Backward, Forward, TransferKind
-from shardwise.schedule.orders import training_schedule
+from shardwise.schedule.orders import interleaved_orders, training_schedule
 
 Seconds = Callable[[int], float]
 """Of that many bytes."""
@@ -108,7 +108,7 @@ def _in_flight(name: ScheduleName, stages: int, ranks: int, micro_batches: int) 
     if name == "1f1b":
         return tuple((min(micro_batches, ranks - rank),) for rank in range(ranks))
     # Interleaved orders repeat themselves; a few rounds reach the peak.
-    lists = _schedule(name, stages, ranks, min(micro_batches, 4 * ranks), Links.chain(stages)).ranks
+    lists = interleaved_orders(stages=stages, ranks=ranks, micro_batches=min(micro_batches, 4 * ranks))
     return tuple(_most_held(actions, range(rank, stages, ranks)) for rank, actions in enumerate(lists))
 
 

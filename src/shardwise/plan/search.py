@@ -97,7 +97,7 @@ def _best_cuts(
     """The best cuts of a case; None where it fits but cannot come near `best`."""
     if given is None:
         few = comb(case.segments - 1, case.stages - 1) <= FEW
-        given = _all_cuts(case) if few else _moved(case, balanced(case, known), known)
+        given = _all_cuts(case) if few else _good_cuts(case, best, known)
     fitting: list[tuple[float, Split]] = []
     short: list[tuple[int, float, Split]] = []
     for bounds in given:
@@ -176,6 +176,15 @@ def _can(case: Case, stage: int, first: int, last: int, limit: float, known: dic
         return seconds <= limit
     fitted = fit_rank(case, rank, [(first, last)], known)
     return fitted.bytes <= case.rooms[rank] and seconds + fitted.seconds[0] <= limit
+
+
+def _good_cuts(case: Case, best: float, known: dict[object, Fit]) -> list[tuple[int, ...]]:
+    """Balanced cuts, and better ones where those fit and come near `best`: most cases are far from it."""
+    start = balanced(case, known)
+    one = split(case, start, known)
+    if one.short_by[0] > 0 or not _near(least_of_stages(case, stage_costs(one)), best):
+        return [start]
+    return _moved(case, start, known)
 
 
 def _moved(case: Case, start: tuple[int, ...], known: dict[object, Fit]) -> list[tuple[int, ...]]:

@@ -46,15 +46,20 @@ def interleaved_one_f_one_b(*, stages: int, ranks: int, micro_batches: int, link
     raises:  ValueError where `stages` is not a multiple of `ranks`, at least two each
     Source:  Narayanan et al., Megatron-LM, arXiv:2104.04473, section 2.2, where the ranks divide the micro-batches.
     """
+    orders = interleaved_orders(stages=stages, ranks=ranks, micro_batches=micro_batches)
+    placement = tuple(stage % ranks for stage in range(stages))
+    return with_communication("interleaved-1f1b", orders, placement=placement, links=links or Links.chain(stages))
+
+
+def interleaved_orders(*, stages: int, ranks: int, micro_batches: int) -> list[list[Compute]]:
+    """As `interleaved_one_f_one_b`, without the messages: what each rank computes, and so what it holds."""
     _check(stages, micro_batches)
     if ranks < 1 or stages % ranks or stages < 2 * ranks:
         raise ValueError(
             f"{stages} stages cannot interleave on {ranks} ranks; give each rank the same number of stages, two or "
             "more, or use one_f_one_b"
         )
-    orders = [_interleaved_order(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
-    placement = tuple(stage % ranks for stage in range(stages))
-    return with_communication("interleaved-1f1b", orders, placement=placement, links=links or Links.chain(stages))
+    return [_interleaved_order(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
 
 
 def training_schedule(name: str, *, stages: int, ranks: int, micro_batches: int, links: Links) -> Schedule:
