@@ -1,7 +1,7 @@
 """What a step takes at least: so that the search need not play what cannot win."""
 
-from shardwise.plan.case import Case
-from shardwise.schedule import StageCosts
+from shardwise.plan.case import Case, in_flight
+from shardwise.plan.loads import State
 
 
 def least_of_case(case: Case) -> float:
@@ -26,39 +26,56 @@ def least_of_case(case: Case) -> float:
     return m / sum(1 / seconds for seconds in whole)
 
 
-def least_of_stages(case: Case, costs: StageCosts) -> float:
-    """No order of actions makes a step of these stages shorter, with t = f + b of each stage and w of each wire:
+def least_lack(case: Case) -> int:
+    """Bytes that the ranks lack together at least, however the model is cut; 0 or less where they may have enough.
 
-    before its own m micro-batches a stage waits for the first one to come, and behind them for the last one to go
-        sum of t, 2w before s  +  m t_s
-    in 1F1B, F(m - 1) of a stage that runs k - 1 forwards ahead has only k - 1 backwards behind it, and all stages that
-    follow still to go through
-        sum of all t, 2w  +  (m - 1) f_s  +  (m - k) b_s
-    and F(i + k) follows B(i), which comes back through all stages that follow
-        sum of t, 2w before s  +  (q + 1) (sum of t, 2w from s on)  +  (m - 1 - q k) b_s        q: (m - 1) // k
+    Each rank holds its share of the state, what enters each of its stages for every micro-batch in flight, and what one
+    segment needs for a moment.
     """
-    m = case.micro_batches
-    times = [f + b for f, b in zip(costs.forwards, costs.backwards, strict=True)]
-    wires = [2 * _wire_seconds(costs, stage) for stage in range(1, len(times))]
-    whole = sum(times) + sum(wires)
-    if case.stages_per_rank > 1:
-        busy = [sum(times[rank :: case.ranks]) for rank in range(case.ranks)]
-        return max(m * max(busy), whole)
-    least, before = 0.0, 0.0
-    for stage, time in enumerate(times):
-        least = max(least, before + m * time)
-        if case.schedule == "1f1b":
-            k = min(m, case.ranks - stage)
-            rounds, rest = divmod(m - 1, k)
-            f, b = costs.forwards[stage], costs.backwards[stage]
-            ahead = whole + (m - 1) * f + (m - k) * b
-            back = before + (rounds + 1) * (whole - before) + rest * b
-            least = max(least, ahead, back)
-        before += time + (wires[stage] if stage < len(wires) else 0.0)
-    return max(least, whole)
+    shards = case.sharding.shards
+    loads = case.loads[0]
+    state = loads.state(0, case.segments)
+    needed = (state.parameters + state.gradients + state.optimizer) // shards
+    if shards > 1 and case.sharding.mode == "gathered":
+        needed += state.parameters + state.gradients
+    for own, held in zip(case.loads, in_flight(case), strict=True):
+        needed += sum(held) * own.least_entering + own.least_working
+    return needed - sum(case.rooms)
 
 
-def _wire_seconds(costs: StageCosts, stage: int) -> float:
-    """From the stage before to `stage`."""
-    size = costs.link_bytes.get(("activation", stage - 1, stage), 0)
-    return costs.latency_seconds + size / costs.bytes_per_second
+def outlook(case: Case) -> float:
+    """About what a step takes, if the model could be cut anywhere: no bound, but seldom much more than what comes out.
+
+    All stages take the same time, except for the one with the longest segment, and what is recomputed saves as much for
+    its time as the segment that saves most.
+    """
+    p, v, m, count = case.ranks, case.stages_per_rank, case.micro_batches, case.segments
+    busy = 1 / sum(1 / max(loads.seconds(0, count), 1e-30) for loads in case.loads)
+    longest = min(loads.longest_seconds for loads in case.loads)
+    again = max(_recomputed(case, rank, held) for rank, held in enumerate(in_flight(case)))
+    usual = (busy + again) / v
+    wire = 2 * case.transfer(case.loads[0].usual_entering) if p > 1 else 0.0
+    state = case.loads[0].state(0, count)
+    gather = 3 * case.gather(state.parameters // p) if case.sharding.mode == "regathered" else 0.0
+    rank = max(v * usual, (v - 1) * usual + longest) + gather
+    step = m * rank + (p - 1) * (usual + gather / v + wire)
+    whole = p * (v * usual + gather) + (p * v - 1) * wire
+    rest = case.reduce(state.gradients // (p * v)) + case.update(state.gradients // p // case.sharding.shards)
+    return max(step, whole) + rest
+
+
+def _recomputed(case: Case, rank: int, held: tuple[int, ...]) -> float:
+    """Seconds that recompute adds to a micro-batch on this rank, about, with an even share of the segments."""
+    loads, p, stages = case.loads[rank], case.ranks, case.stages
+    forward = loads.forward_seconds(0, case.segments) / p
+    if case.recompute in ("never", "always"):
+        return forward if case.recompute == "always" else 0.0
+    state = loads.state(0, case.segments)
+    own = State(state.parameters // p, state.gradients // p, state.optimizer // p)
+    kept = sum(held) * (loads.made(0, case.segments) // stages + loads.least_entering)
+    missing = case.sharding.bytes(own, 0) + kept + loads.least_working - case.rooms[rank]
+    if missing <= 0:
+        return 0.0
+    if case.recompute == "all or none":
+        return forward
+    return min(forward, missing / (max(held) * loads.saved_a_second))

@@ -11,7 +11,8 @@ from shardwise.plan.loads import Loads
 from shardwise.plan.plan import ScheduleName
 from shardwise.schedule import Links, Schedule, StageCosts, simulate
 from shardwise.schedule.actions import Backward, Forward, TransferKind
-from shardwise.schedule.orders import interleaved_orders, training_schedule
+from shardwise.schedule.earliest import earliest_seconds
+from shardwise.schedule.orders import training_orders, training_schedule
 
 Seconds = Callable[[int], float]
 """Of that many bytes."""
@@ -108,7 +109,7 @@ def _in_flight(name: ScheduleName, stages: int, ranks: int, micro_batches: int) 
     if name == "1f1b":
         return tuple((min(micro_batches, ranks - rank),) for rank in range(ranks))
     # Interleaved orders repeat themselves; a few rounds reach the peak.
-    lists = interleaved_orders(stages=stages, ranks=ranks, micro_batches=min(micro_batches, 4 * ranks))
+    lists = training_orders(name, stages=stages, ranks=ranks, micro_batches=min(micro_batches, 4 * ranks))
     return tuple(_most_held(actions, range(rank, stages, ranks)) for rank, actions in enumerate(lists))
 
 
@@ -165,9 +166,6 @@ def step_seconds(found: Split, costs: StageCosts | None = None, links: Links | N
     """Of one step, the schedule played out.
 
     costs, links:  of the graph itself, where they are known; without them, a plain chain
-
-    Once the pipeline is full each micro-batch adds the same time, so that a long step is played in part:
-        t(m) = t(3p) + (m - 3p) (t(3p) - t(2p)) / p          m: micro-batches, p: pipeline ranks
     """
     case = found.case
     costs = costs or stage_costs(found)
@@ -177,10 +175,29 @@ def step_seconds(found: Split, costs: StageCosts | None = None, links: Links | N
         schedule = _schedule(case.schedule, case.stages, case.ranks, micro_batches, between)
         return simulate(schedule, costs).step_seconds
 
+    return _of_all(case, played) + update_seconds(found)
+
+
+def least_seconds(found: Split) -> float:
+    """Of one step, if messages never waited for each other: seldom much less than what is played, and soon known."""
+    case, costs = found.case, stage_costs(found)
+
+    def played(micro_batches: int) -> float:
+        return earliest_seconds(case.schedule, ranks=case.ranks, micro_batches=micro_batches, costs=costs)
+
+    return _of_all(case, played) + update_seconds(found)
+
+
+def _of_all(case: Case, played: Callable[[int], float]) -> float:
+    """Seconds of all micro-batches, `played` giving those of some.
+
+    Once the pipeline is full each micro-batch adds the same time, so that a long step is played in part:
+        t(m) = t(3p) + (m - 3p) (t(3p) - t(2p)) / p          m: micro-batches, p: pipeline ranks
+    """
     if case.micro_batches <= 3 * case.ranks:
-        return played(case.micro_batches) + update_seconds(found)
+        return played(case.micro_batches)
     full, fuller = (played(groups * case.ranks) for groups in (2, 3))
-    return fuller + (case.micro_batches - 3 * case.ranks) * (fuller - full) / case.ranks + update_seconds(found)
+    return fuller + (case.micro_batches - 3 * case.ranks) * (fuller - full) / case.ranks
 
 
 def update_seconds(found: Split) -> float:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from math import inf
 from typing import final
 
 
@@ -61,6 +63,7 @@ class Loads:
         self._parameters = [0, *accumulate(load.parameters for load in loads)]
         self._gradients = [0, *accumulate(load.gradients for load in loads)]
         self._optimizer = [0, *accumulate(load.optimizer for load in loads)]
+        self._most: dict[tuple[int, int], tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self.each)
@@ -78,11 +81,41 @@ class Loads:
         return self._made[last] - self._made[first]
 
     def working(self, first: int, last: int) -> int:
-        return max(load.working for load in self.each[first:last])
+        return self._most_of(first, last)[0]
 
     def largest(self, first: int, last: int) -> int:
         """Bytes of the parameters of the segment that has most of them."""
-        return max(load.parameters for load in self.each[first:last])
+        return self._most_of(first, last)[1]
+
+    def _most_of(self, first: int, last: int) -> tuple[int, int]:
+        found = self._most.get((first, last))
+        if found is None:
+            own = self.each[first:last]
+            found = max(load.working for load in own), max(load.parameters for load in own)
+            self._most[first, last] = found
+        return found
+
+    @cached_property
+    def least_entering(self) -> int:
+        return min(load.enters for load in self.each)
+
+    @cached_property
+    def least_working(self) -> int:
+        return min(load.working for load in self.each)
+
+    @cached_property
+    def longest_seconds(self) -> float:
+        return max(load.forward_seconds + load.backward_seconds for load in self.each)
+
+    @cached_property
+    def usual_entering(self) -> int:
+        """The median."""
+        return sorted(load.enters for load in self.each)[len(self.each) // 2]
+
+    @cached_property
+    def saved_a_second(self) -> float:
+        """Bytes that recompute frees at most for each second of forward pass that it takes."""
+        return max((load.made / load.forward_seconds for load in self.each if load.forward_seconds), default=inf)
 
     def state(self, first: int, last: int) -> State:
         here = [one for one in self.shared if any(first <= reader < last for reader in one.readers)]

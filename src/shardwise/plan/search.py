@@ -2,7 +2,8 @@
 
 Where there are few ways to cut, each is tried, best promise first, until what is promised is worse than what was
 found: then the answer is the best there is. Where there are too many, cuts are placed so that the slowest stage is as
-fast as can be, and moved one segment at a time as long as that helps.
+fast as can be, and moved one segment at a time as long as that helps; and cases whose outlook is far from the best that
+was found are left alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,16 @@ from itertools import combinations
 from math import comb, inf
 from typing import Generic, TypeVar, final
 
-from shardwise.plan.bounds import least_of_case, least_of_stages
-from shardwise.plan.case import Case, Split, fit_rank, split, stage_costs, step_seconds, update_seconds
+from shardwise.plan.bounds import least_lack, least_of_case, outlook
+from shardwise.plan.case import Case, Split, fit_rank, least_seconds, split, step_seconds
 from shardwise.plan.fit import Fit
 
 Name = TypeVar("Name")
 
 FEW = 4_000  # ways to cut that are all looked at
 MOVES = 200  # of one cut by one segment, at most
+PLAYED = 300  # forwards of a step, at most, for it to be played with all its messages
+UNSURE = 0.05  # an outlook is seldom further above what comes out
 NEAR = 0.02  # of the best step: no estimate is finer, so the simplest of those that are as near is the one to take
 
 
@@ -27,7 +30,7 @@ NEAR = 0.02  # of the best step: no estimate is finer, so the simplest of those 
 class Found(Generic[Name]):
     """The best of one case.
 
-    seconds:  of a step, played; where it does not fit, what a step takes at least
+    seconds:  of a step, played; of one with very many actions and where it does not fit, what it takes at least
     """
 
     name: Name
@@ -46,10 +49,12 @@ class Searched(Generic[Name]):
 
     found:    the best of each case that was looked at, in the order of the cases
     slower:   seconds that a step takes at least, of each case that cannot come near the best
+    lacking:  bytes that are missing at least, all ranks together, of each case that was left alone for that
     """
 
     found: tuple[Found[Name], ...]
     slower: Mapping[Name, float]
+    lacking: Mapping[Name, int]
 
     @property
     def best(self) -> Found[Name] | None:
@@ -71,12 +76,14 @@ def search(
     bounds:  gives the cuts to look at, where they are not to be chosen
     """
     order = {name: at for at, name in enumerate(cases)}
-    promises = {name: least_of_case(case) for name, case in cases.items()}
+    lacks = {name: least_lack(case) for name, case in cases.items()}
+    lacking = {name: lack for name, lack in sorted(lacks.items(), key=lambda entry: entry[1]) if lack > 0}
+    promises = {name: _promise(cases[name]) for name in cases if name not in lacking}
     known: dict[object, Fit] = {}
     found: list[Found[Name]] = []
     slower: dict[Name, float] = {}
     best = inf
-    for name in sorted(cases, key=lambda name: promises[name]):
+    for name in sorted(promises, key=lambda name: promises[name]):
         if not _near(promises[name], best):
             slower[name] = promises[name]
             continue
@@ -88,7 +95,22 @@ def search(
         found.append(one)
         if one.fits:
             best = min(best, one.seconds)
-    return Searched(tuple(sorted(found, key=lambda one: order[one.name])), slower)
+    if not found and lacking:  # what is short by least says what is missing
+        name = next(iter(lacking))
+        del lacking[name]
+        case = cases[name]
+        found += filter(None, [_best_cuts(name, case, inf, known, None if bounds is None else bounds(case))])
+    return Searched(tuple(sorted(found, key=lambda one: order[one.name])), slower, lacking)
+
+
+def _promise(case: Case) -> float:
+    """What a step takes at least; with many ways to cut, about so."""
+    least = least_of_case(case)
+    return least if _few(case) else max(least, outlook(case) * (1 - UNSURE))
+
+
+def _few(case: Case) -> bool:
+    return comb(case.segments - 1, case.stages - 1) <= FEW
 
 
 def _best_cuts(
@@ -96,17 +118,15 @@ def _best_cuts(
 ) -> Found[Name] | None:
     """The best cuts of a case; None where it fits but cannot come near `best`."""
     if given is None:
-        few = comb(case.segments - 1, case.stages - 1) <= FEW
-        given = _all_cuts(case) if few else _good_cuts(case, best, known)
+        given = _all_cuts(case) if _few(case) else _good_cuts(case, best, known)
     fitting: list[tuple[float, Split]] = []
     short: list[tuple[int, float, Split]] = []
     for bounds in given:
         one = split(case, bounds, known)
-        least = least_of_stages(case, stage_costs(one)) + update_seconds(one)
         if one.short_by[0] > 0:
-            short.append((one.short_by[0], least, one))
+            short.append((one.short_by[0], least_seconds(one), one))
         else:
-            fitting.append((least, one))
+            fitting.append((least_seconds(one), one))
     if not fitting:
         _, least, one = min(short, key=lambda entry: entry[:2])
         return Found(name, one, least)
@@ -114,7 +134,7 @@ def _best_cuts(
     for least, one in sorted(fitting, key=lambda entry: entry[0]):
         if not _near(least, best) or (winner is not None and least >= winner.seconds):
             break
-        seconds = step_seconds(one)
+        seconds = step_seconds(one) if case.stages * min(case.micro_batches, 3 * case.ranks) <= PLAYED else least
         if winner is None or seconds < winner.seconds:
             winner = Found(name, one, seconds)
     return winner
@@ -182,7 +202,7 @@ def _good_cuts(case: Case, best: float, known: dict[object, Fit]) -> list[tuple[
     """Balanced cuts, and better ones where those fit and come near `best`: most cases are far from it."""
     start = balanced(case, known)
     one = split(case, start, known)
-    if one.short_by[0] > 0 or not _near(least_of_stages(case, stage_costs(one)), best):
+    if one.short_by[0] > 0 or not _near(least_seconds(one), best):
         return [start]
     return _moved(case, start, known)
 
@@ -192,7 +212,7 @@ def _moved(case: Case, start: tuple[int, ...], known: dict[object, Fit]) -> list
 
     def worth(bounds: tuple[int, ...]) -> tuple[int, float]:
         one = split(case, bounds, known)
-        return max(0, one.short_by[0]), least_of_stages(case, stage_costs(one))
+        return max(0, one.short_by[0]), least_seconds(one)
 
     best, value, tries, idle = start, worth(start), 0, 0
     steps = [(at, by) for at in range(1, case.stages) for by in (-1, 1)]

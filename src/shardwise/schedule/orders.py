@@ -20,7 +20,7 @@ def gpipe(*, stages: int, micro_batches: int, links: Links | None = None) -> Sch
              schedule adds gradients up in the same order.
     """
     _check(stages, micro_batches)
-    orders = [_order_of_one_stage(stage, micro_batches, ahead=micro_batches) for stage in range(stages)]
+    orders = training_orders("gpipe", stages=stages, ranks=stages, micro_batches=micro_batches)
     return with_communication("gpipe", orders, placement=tuple(range(stages)), links=links or Links.chain(stages))
 
 
@@ -31,7 +31,7 @@ def one_f_one_b(*, stages: int, micro_batches: int, links: Links | None = None) 
     Source:  Narayanan et al., PipeDream-Flush, arXiv:2006.09503, section 2.2.
     """
     _check(stages, micro_batches)
-    orders = [_order_of_one_stage(stage, micro_batches, ahead=stages - 1 - stage) for stage in range(stages)]
+    orders = training_orders("1f1b", stages=stages, ranks=stages, micro_batches=micro_batches)
     return with_communication("1f1b", orders, placement=tuple(range(stages)), links=links or Links.chain(stages))
 
 
@@ -46,20 +46,15 @@ def interleaved_one_f_one_b(*, stages: int, ranks: int, micro_batches: int, link
     raises:  ValueError where `stages` is not a multiple of `ranks`, at least two each
     Source:  Narayanan et al., Megatron-LM, arXiv:2104.04473, section 2.2, where the ranks divide the micro-batches.
     """
-    orders = interleaved_orders(stages=stages, ranks=ranks, micro_batches=micro_batches)
-    placement = tuple(stage % ranks for stage in range(stages))
-    return with_communication("interleaved-1f1b", orders, placement=placement, links=links or Links.chain(stages))
-
-
-def interleaved_orders(*, stages: int, ranks: int, micro_batches: int) -> list[list[Compute]]:
-    """As `interleaved_one_f_one_b`, without the messages: what each rank computes, and so what it holds."""
     _check(stages, micro_batches)
     if ranks < 1 or stages % ranks or stages < 2 * ranks:
         raise ValueError(
             f"{stages} stages cannot interleave on {ranks} ranks; give each rank the same number of stages, two or "
             "more, or use one_f_one_b"
         )
-    return [_interleaved_order(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
+    orders = training_orders("interleaved-1f1b", stages=stages, ranks=ranks, micro_batches=micro_batches)
+    placement = tuple(stage % ranks for stage in range(stages))
+    return with_communication("interleaved-1f1b", orders, placement=placement, links=links or Links.chain(stages))
 
 
 def training_schedule(name: str, *, stages: int, ranks: int, micro_batches: int, links: Links) -> Schedule:
@@ -74,6 +69,18 @@ def training_schedule(name: str, *, stages: int, ranks: int, micro_batches: int,
             return one_f_one_b(stages=stages, micro_batches=micro_batches, links=links)
         case "interleaved-1f1b":
             return interleaved_one_f_one_b(stages=stages, ranks=ranks, micro_batches=micro_batches, links=links)
+    raise ValueError(f"there is no schedule {name!r}; use 'gpipe', '1f1b' or 'interleaved-1f1b'")
+
+
+def training_orders(name: str, *, stages: int, ranks: int, micro_batches: int) -> list[list[Compute]]:
+    """What each rank computes in `training_schedule`, and so what it holds, without the messages."""
+    match name:
+        case "gpipe":
+            return [_order_of_one_stage(stage, micro_batches, ahead=micro_batches) for stage in range(stages)]
+        case "1f1b":
+            return [_order_of_one_stage(stage, micro_batches, ahead=stages - 1 - stage) for stage in range(stages)]
+        case "interleaved-1f1b":
+            return [_interleaved_order(rank, ranks, stages // ranks, micro_batches) for rank in range(ranks)]
     raise ValueError(f"there is no schedule {name!r}; use 'gpipe', '1f1b' or 'interleaved-1f1b'")
 
 
