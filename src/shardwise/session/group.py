@@ -4,15 +4,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import final
 
 import torch
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.session.allocator import keep_freed_memory
-from shardwise.world import joined
+from shardwise.world import JoinedWorld, joined
 
 TIMEOUT = timedelta(minutes=30)  # a rank may compile, load or save this long while the others wait
+_SESSIONS = count()  # every rank joins as often, and the addresses of the last session are not those of this one
 
 
 @final
@@ -40,12 +44,20 @@ def join(environment: Mapping[str, str] = os.environ) -> Membership:
     device = _device(world.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{world.master_address}:{world.master_port}",
+        store=dist.PrefixStore(f"session {next(_SESSIONS)}", _store(world)),
         rank=world.rank,
         world_size=world.world_size,
         timeout=TIMEOUT,
     )
     return Membership(world.rank, world.world_size, device, made=True)
+
+
+@cache
+def _store(world: JoinedWorld) -> dist.Store:
+    """Where ranks leave their addresses: one for all sessions of a program, since rank 0 may be late or early for each."""
+    url = f"tcp://{world.master_address}:{world.master_port}"
+    store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=TIMEOUT))
+    return store
 
 
 def _device(local_rank: int) -> torch.device:
