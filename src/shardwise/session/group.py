@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.session.allocator import keep_freed_memory
@@ -44,7 +45,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Membership:
     device = _device(world.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"session {next(_SESSIONS)}", _store(world)),
+        store=PrefixStore(f"session {next(_SESSIONS)}", _store(world)),
         rank=world.rank,
         world_size=world.world_size,
         timeout=TIMEOUT,
@@ -53,10 +54,10 @@ def join(environment: Mapping[str, str] = os.environ) -> Membership:
 
 
 @cache
-def _store(world: JoinedWorld) -> dist.Store:
-    """Where ranks leave their addresses: one for all sessions of a program, since rank 0 may be late or early for each."""
+def _store(world: JoinedWorld) -> Store:
+    """Where ranks leave their addresses, one for all sessions of a program: rank 0 may be early or late for each."""
     url = f"tcp://{world.master_address}:{world.master_port}"
-    store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=TIMEOUT))
+    store: Store = next(rendezvous(url, world.rank, world.world_size, timeout=TIMEOUT))[0]
     return store
 
 
