@@ -9,7 +9,7 @@ from shardwise.plan.plan import ShardMode
 
 Recompute: TypeAlias = Literal["as needed", "never", "always", "all or none"]
 
-TRIES = 2_000  # of sets of units to recompute: the first is greedy, and few of many equal units need more
+TRIES = 500  # of sets of units to recompute: the first is greedy, and few kinds of units need more
 
 
 @final
@@ -123,45 +123,51 @@ def _cheapest(units: Sequence[_Unit], needed: int, working: int) -> Sequence[_Un
 
     working:  bytes that are needed for a moment in any case
 
-    A search in depth that takes or leaves one unit after the other, those first that save most for their time; a branch
-    ends where even parts of units could not make it better than the best so far.
+    A search in depth over the kinds of units, those first that save most for their time: of each as many as it can use,
+    then one less and so on. A branch ends where even parts of units could not make it better than the best so far.
     """
-    order = sorted(units, key=lambda unit: (-unit.saving / max(unit.seconds, 1e-12), unit.segments.start))
-    best: tuple[float, tuple[_Unit, ...]] = float("inf"), tuple(order)
+    kinds = _kinds(units)
+    best, chosen = float("inf"), tuple(len(kind) for kind in kinds)
+    waiting: list[tuple[float, int, int, tuple[int, ...]]] = [(0.0, needed, working, ())]
     tries = 0
-    waiting: list[tuple[int, tuple[_Unit, ...]]] = [(0, ())]
     while waiting and tries < TRIES:
-        at, taken = waiting.pop()
+        seconds, missing, most, taken = waiting.pop()
         tries += 1
-        seconds = sum(unit.seconds for unit in taken)
-        most = max((unit.working for unit in taken), default=0)
-        missing = needed + max(0, most - working) - sum(unit.saving for unit in taken)
         if missing <= 0:
-            if seconds < best[0]:
-                best = seconds, taken
+            if seconds < best:
+                best, chosen = seconds, taken
             continue
-        if at == len(order) or seconds + _at_least(order[at:], missing) >= best[0]:
+        at = len(taken)
+        if seconds + _at_least(kinds[at:], missing) >= best:
             continue
-        unit = order[at]
-        # Of equal units the first ones are taken: to leave one is to leave all that follow.
-        alike = next((k for k in range(at, len(order)) if not _alike(order[k], unit)), len(order))
-        waiting.append((alike, taken))
-        waiting.append((at + 1, (*taken, unit)))
-    return best[1]
+        unit, count = kinds[at][0], len(kinds[at])
+        grown = max(most, unit.working)
+        enough = -(-(missing + grown - most) // unit.saving)
+        waiting.append((seconds, missing, most, (*taken, 0)))
+        waiting += [
+            (seconds + k * unit.seconds, missing + grown - most - k * unit.saving, grown, (*taken, k))
+            for k in range(1, min(count, enough) + 1)
+        ]
+    return [unit for kind, count in zip(kinds, chosen, strict=False) for unit in kind[:count]]
 
 
-def _at_least(units: Sequence[_Unit], missing: int) -> float:
+def _kinds(units: Sequence[_Unit]) -> list[list[_Unit]]:
+    """Units by what they save and take, in the order of the model; the kinds that save most for their time first."""
+    found: dict[tuple[int, float, int], list[_Unit]] = {}
+    for unit in units:
+        found.setdefault((unit.saving, unit.seconds, unit.working), []).append(unit)
+    return sorted(found.values(), key=lambda kind: -kind[0].saving / max(kind[0].seconds, 1e-12))
+
+
+def _at_least(kinds: Sequence[Sequence[_Unit]], missing: int) -> float:
     """Seconds to save `missing` bytes, if units could be taken in part."""
     seconds = 0.0
-    for unit in units:
-        if unit.saving >= missing:
+    for kind in kinds:
+        unit, count = kind[0], len(kind)
+        if count * unit.saving >= missing:
             return seconds + unit.seconds * missing / unit.saving
-        seconds, missing = seconds + unit.seconds, missing - unit.saving
+        seconds, missing = seconds + count * unit.seconds, missing - count * unit.saving
     return float("inf")
-
-
-def _alike(one: _Unit, other: _Unit) -> bool:
-    return (one.saving, one.seconds, one.working) == (other.saving, other.seconds, other.working)
 
 
 def _with(stages: Sequence[Stretch], without: int, working: int, chosen: Sequence[_Unit]) -> Fit:
