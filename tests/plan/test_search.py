@@ -52,15 +52,21 @@ def draw_cases(seed: int) -> dict[str, Case]:
                     micro_batches=micro_batches,
                     loads=tuple(draw_loads(draw, segments, speed / scale, seed) for speed in own),
                     rooms=(room,) * ranks,
-                    sharding=Sharding(data_ranks, "gathered") if draw.random() < 0.3 else Sharding(),
+                    sharding=draw_sharding(draw, data_ranks),
                     recompute="all or none" if ranks == 1 else "as needed",
                     transfer=lambda size: latency + size / width,
-                    gather=lambda size: 0.0,
+                    gather=lambda size, n=data_ranks: (n - 1) * (latency + 0.1 * size / n),
                     reduce=lambda size, n=data_ranks: 0.05 * size * (n - 1) / n,
                     update=lambda size: 0.01 * size,
                     overlaps=False,
                 )
     return cases
+
+
+def draw_sharding(draw: Random, data_ranks: int) -> Sharding:
+    if data_ranks == 1 or draw.random() < 0.4:
+        return Sharding()
+    return Sharding(data_ranks, draw.choice(["gathered", "regathered"]))
 
 
 def brute_force(cases: dict[str, Case]) -> dict[str, float]:
@@ -106,7 +112,10 @@ def by_hand(
         state = loads.state(first, last)
         shards = case.sharding.shards
         total += sum(-(-size // shards) for size in (state.parameters, state.gradients, state.optimizer))
-        total += state.parameters + state.gradients if shards > 1 else 0
+        if shards > 1 and case.sharding.mode == "regathered":
+            total += 3 * max(load.parameters for load in loads.each[first:last])
+        elif shards > 1:
+            total += state.parameters + state.gradients
         own = []
         for unit in (unit for at, unit in chosen if at == number):
             made = sum(load.made for load in loads.each[unit.start : unit.stop])

@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 import time
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,20 +17,32 @@ SCRIPT = Path(__file__).parent / "resumed.py"
 STEPS = 6
 
 
+QUICK = (2, 1, 4)  # pipeline ranks, rank and step of the kill
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The parameters that a run ends with, by its pipeline ranks."""
+
+    @cache
+    def end(pipeline: int) -> dict[str, list[float]]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        found = run(folder, pipeline)
+        assert found.returncode == 0, found.stderr
+        return parameters(folder)
+
+    return end
+
+
 @pytest.mark.parametrize(
-    ("pipeline", "killed"),
+    ("pipeline", "rank", "step"),
     [
-        (2, "1:4"),
-        pytest.param(1, "1:4", marks=pytest.mark.slow),
-        pytest.param(1, "0:2", marks=pytest.mark.slow),
-        pytest.param(2, "0:2", marks=pytest.mark.slow),
+        pytest.param(*each, marks=[] if each == QUICK else pytest.mark.slow)
+        for each in product((1, 2), (0, 1), range(1, STEPS))
     ],
 )
-def test_a_killed_run_is_named_ends_at_once_and_resumes_to_the_same_bits(tmp_path, pipeline, killed):
-    undisturbed = run(tmp_path / "undisturbed", pipeline)
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    broken = run(tmp_path / "killed", pipeline, "--kill", killed)
-    rank, step = killed.split(":")
+def test_a_killed_run_is_named_ends_at_once_and_resumes_to_the_same_bits(tmp_path, undisturbed, pipeline, rank, step):
+    broken = run(tmp_path / "killed", pipeline, "--kill", f"{rank}:{step}")
     assert broken.returncode == 1
     assert f"rank {rank} of 2" in broken.stderr
     assert "SIGKILL" in broken.stderr
@@ -36,8 +50,8 @@ def test_a_killed_run_is_named_ends_at_once_and_resumes_to_the_same_bits(tmp_pat
     resumed = run(tmp_path / "killed", pipeline)
     assert resumed.returncode == 0, resumed.stderr
     first = int(re.search(r"rank 0 step (\d+)", resumed.stdout).group(1))
-    assert first in (int(step), int(step) + 1)  # the step of the kill was saved, or its save was still under way
-    assert parameters(tmp_path / "killed") == parameters(tmp_path / "undisturbed")
+    assert first in (step, step + 1)  # the step of the kill was saved, or its save was still under way
+    assert parameters(tmp_path / "killed") == undisturbed(pipeline)
 
 
 @pytest.mark.slow

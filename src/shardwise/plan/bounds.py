@@ -13,6 +13,7 @@ def least_of_case(case: Case) -> float:
     before its last one has gone back through them: the step takes t_0 + ... + t_(s-1) + m t_s for every s. These are
     all equal where each stage has (1 - 1/m) of the time of the one before, and any other way to share out W makes one
     of them longer. With several stages on a rank, or ranks of several speeds, only the sum of the work is sure.
+    Gathering parameters is part of W, where ranks are alike; where they are not, who gathers need not be who computes.
     """
     p, m = case.ranks, case.micro_batches
     whole = [loads.seconds(0, case.segments) for loads in case.loads]
@@ -21,9 +22,17 @@ def least_of_case(case: Case) -> float:
         whole = [a + b for a, b in zip(whole, again, strict=True)]
     if min(whole) <= 0:
         return 0.0
-    if case.stages_per_rank == 1 and len(set(whole)) == 1:
-        return whole[0] / (1 - (1 - 1 / m) ** p)
-    return m / sum(1 / seconds for seconds in whole)
+    if len(set(whole)) > 1:
+        return m / sum(1 / seconds for seconds in whole)
+    alike = whole[0] + _gathering(case)
+    return alike / (1 - (1 - 1 / m) ** p) if case.stages_per_rank == 1 else m * alike / p
+
+
+def _gathering(case: Case) -> float:
+    """Seconds of a micro-batch to gather all parameters, at least: in parts it takes longer, and never less."""
+    if case.sharding.mode != "regathered" or case.overlaps:
+        return 0.0
+    return 3 * case.gather(case.loads[0].state(0, case.segments).parameters)
 
 
 def least_lack(case: Case) -> int:
