@@ -15,8 +15,6 @@ from shardwise.checkpoint import load_part, open_latest
 
 SCRIPT = Path(__file__).parent / "resumed.py"
 STEPS = 6
-
-
 QUICK = (2, 1, 4)  # pipeline ranks, rank and step of the kill
 
 

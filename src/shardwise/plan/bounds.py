@@ -24,15 +24,10 @@ def least_of_case(case: Case) -> float:
         return 0.0
     if len(set(whole)) > 1:
         return m / sum(1 / seconds for seconds in whole)
-    alike = whole[0] + _gathering(case)
+    # In parts it takes longer, and never less.
+    gathers = 0.0 if case.overlaps else 3 * case.gather_seconds(case.loads[0].state(0, case.segments).parameters)
+    alike = whole[0] + gathers
     return alike / (1 - (1 - 1 / m) ** p) if case.stages_per_rank == 1 else m * alike / p
-
-
-def _gathering(case: Case) -> float:
-    """Seconds of a micro-batch to gather all parameters, at least: in parts it takes longer, and never less."""
-    if case.sharding.mode != "regathered" or case.overlaps:
-        return 0.0
-    return 3 * case.gather(case.loads[0].state(0, case.segments).parameters)
 
 
 def least_lack(case: Case) -> int:
@@ -65,7 +60,7 @@ def outlook(case: Case) -> float:
     usual = (busy + again) / v
     wire = 2 * case.transfer(case.loads[0].usual_entering) if p > 1 else 0.0
     state = case.loads[0].state(0, count)
-    gather = 3 * case.gather(state.parameters // p) if case.sharding.mode == "regathered" else 0.0
+    gather = 3 * case.gather_seconds(state.parameters // p)
     rank = max(v * usual, (v - 1) * usual + longest) + gather
     step = m * rank + (p - 1) * (usual + gather / v + wire)
     whole = p * (v * usual + gather) + (p * v - 1) * wire

@@ -60,6 +60,10 @@ class Case:
     def rank_of(self, stage: int) -> int:
         return stage % self.ranks
 
+    def gather_seconds(self, parameters: int) -> float:
+        """Of so many bytes, each of the three times that a micro-batch asks: none where they stay gathered."""
+        return self.gather(parameters) if self.sharding.mode == "regathered" else 0.0
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ def stage_costs(found: Split) -> StageCosts:
         rank = case.rank_of(stage)
         loads, again = case.loads[rank], found.fits[rank].seconds[stage // case.ranks]
         state = loads.state(first, last)
-        gather = case.gather(state.parameters) if case.sharding.mode == "regathered" else 0.0
+        gather = case.gather_seconds(state.parameters)
         forward, backward = loads.forward_seconds(first, last), loads.backward_seconds(first, last) + again
         if case.overlaps:
             forwards.append(max(forward, gather))
